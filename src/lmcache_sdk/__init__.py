@@ -1,0 +1,1 @@
+"""A typed, CPU-only client for a running LMCache multiprocess server."""
