@@ -6,10 +6,20 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Iterable
-from typing import Final, NewType
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final, NewType
 
 import attrs
+
+if TYPE_CHECKING:
+    from typing_extensions import override as override
+else:
+    # typing.override is there from Python 3.12 on, and its backport is not one of our six dependencies
+
+    def override(method: Callable[..., object]) -> Callable[..., object]:
+        """Marks a method that replaces one of a base class; the type checker verifies it."""
+        return method
+
 
 CorrelationId = NewType("CorrelationId", int)
 """Pairs a reply with its request on one socket; strictly increasing."""
@@ -73,12 +83,15 @@ class TokenIds:
     def __len__(self) -> int:
         return len(self._values)
 
+    @override
     def __eq__(self, other: object) -> bool:
         return self._values == other._values if isinstance(other, TokenIds) else NotImplemented
 
+    @override
     def __hash__(self) -> int:
         return hash(self._values.tobytes())
 
+    @override
     def __repr__(self) -> str:
         return f"<TokenIds {len(self)} tokens>"
 

@@ -11,7 +11,7 @@ connecting. Paths and field names: PROTOCOL.md section 10, read from servers 0.5
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final, TypeVar
 
@@ -249,7 +249,7 @@ def _show(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def _exactly(kind: type[T], *also: type) -> object:
+def _exactly(kind: type, *also: type) -> Callable[[object, object], object]:
     """A structure hook that takes instances of `kind` as they are and refuses the rest, bool for int included."""
 
     def check(value: object, _: object) -> object:

@@ -19,7 +19,7 @@ from lmcache_sdk.errors import LocalProtocolError, RemoteProtocolError
 from lmcache_sdk.protocol.codec import Frames, decode_correlation_id, decode_reply, encode_request
 from lmcache_sdk.protocol.messages import Buffer, Request
 from lmcache_sdk.protocol.rules import Dialect
-from lmcache_sdk.values import CorrelationId
+from lmcache_sdk.values import CorrelationId, override
 
 R = TypeVar("R")
 
@@ -67,6 +67,7 @@ class InFlight(Generic[R]):
             raise LocalProtocolError(f"{self.name}: asked for a reply that has not come")
         return self._reply
 
+    @override
     def __repr__(self) -> str:
         return f"<InFlight {self.name} {self.correlation_id} {self.state.name}>"
 
@@ -126,5 +127,6 @@ class Exchange:
         """Entries without an answer, abandoned ones included."""
         return len(self._entries)
 
+    @override
     def __repr__(self) -> str:
         return f"<Exchange {self.dialect.release} {self.num_in_flight} in flight>"

@@ -16,6 +16,7 @@ import attrs
 from lmcache_sdk.errors import UnsupportedError
 from lmcache_sdk.protocol.envelope import PayloadForm
 from lmcache_sdk.protocol.messages import Buffer, Request
+from lmcache_sdk.values import override
 
 R = TypeVar("R")
 Opcode = int | str
@@ -100,6 +101,7 @@ class Dialect:
             )
         return cast("Rule[R]", rule)
 
+    @override
     def __repr__(self) -> str:
         return f"<Dialect {self.release} {self.family}>"
 

@@ -1,0 +1,33 @@
+"""A lock lives here: sockets, threads, deadlines, and everything that must be given back. No tensors."""
+
+from lmcache_sdk.session.addresses import Addresses, checked_addresses
+from lmcache_sdk.session.deadline import Deadline, checked_timeout
+from lmcache_sdk.session.discovery import ServerFacts, ask_status, discover
+from lmcache_sdk.session.leases import ReadLease
+from lmcache_sdk.session.operation import Identity, Operation
+from lmcache_sdk.session.registration import RegisteredShape, new_instance_id, private_model_name
+from lmcache_sdk.session.reservations import Reservation, SlotWriter, Unresolved
+from lmcache_sdk.session.session import Session
+from lmcache_sdk.session.shared_memory import SharedPool, unproven
+
+__all__ = [
+    "Addresses",
+    "Deadline",
+    "Identity",
+    "Operation",
+    "ReadLease",
+    "RegisteredShape",
+    "Reservation",
+    "ServerFacts",
+    "Session",
+    "SharedPool",
+    "SlotWriter",
+    "Unresolved",
+    "ask_status",
+    "checked_addresses",
+    "checked_timeout",
+    "discover",
+    "new_instance_id",
+    "private_model_name",
+    "unproven",
+]

@@ -1,0 +1,40 @@
+"""One call at a time per key: what two threads may not do to the same tokens at once.
+
+The server keys pending transfers by (instance, key) and not by request: of two stores of the same tokens, the second's COMMIT
+would publish the first's half-written slots, and of two retrieves only one gives its locks back (PROTOCOL.md section 6).
+Waiting counts against the caller's deadline, and a close of the session ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator
+
+from lmcache_sdk.errors import Fate
+from lmcache_sdk.session.deadline import Deadline
+
+
+class KeyGate:
+    """Mutual exclusion by key. `check` is called after every wait and raises to end it."""
+
+    def __init__(self, condition: threading.Condition, check: Callable[[], None]) -> None:
+        self._condition = condition
+        self._check = check
+        self._held: set[Hashable] = set()
+
+    @contextlib.contextmanager
+    def hold(self, key: Hashable, deadline: Deadline, step: str) -> Iterator[None]:
+        """Holds the key for the time of a block."""
+        with self._condition:
+            while key in self._held:
+                if not self._condition.wait(deadline.remaining()) and key in self._held:
+                    raise deadline.exceeded(f"{step}: another call of this context on the same tokens", Fate.NOT_SENT)
+                self._check()
+            self._held.add(key)
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._held.discard(key)
+                self._condition.notify_all()

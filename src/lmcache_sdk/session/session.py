@@ -1,0 +1,241 @@
+"""Opens everything that talks to one server, in order, and closes it in reverse.
+
+A `Session` owns the ZeroMQ context, the pool of channels, the registration, the mapping of the server's pool and the wake pipe.
+`operation` is the only way to do a call: it checks that the session is open and belongs to this process, holds the key's gate,
+lends a channel, and ends the server's session. `close` is idempotent and bounded: it wakes the calls that wait (they fail with
+`SessionClosedError` and give back what they hold), finishes open reservations, and unregisters only when none is left: the server
+publishes the slots of an instance that unregisters with a reservation open (PROTOCOL.md section 6).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Hashable, Iterator
+from typing import Final
+
+from lmcache_sdk.errors import KVCacheSDKError, SessionClosedError
+from lmcache_sdk.protocol import Dialect, Registered
+from lmcache_sdk.session import registration
+from lmcache_sdk.session.addresses import Addresses
+from lmcache_sdk.session.channel import Channel, ChannelPool
+from lmcache_sdk.session.deadline import Deadline
+from lmcache_sdk.session.gate import KeyGate
+from lmcache_sdk.session.operation import CLEANUP_SECONDS, Identity, Operation
+from lmcache_sdk.session.reservations import Unresolved
+from lmcache_sdk.session.shared_memory import SharedPool
+from lmcache_sdk.session.states import Event, SessionState, session_machine
+from lmcache_sdk.session.zmq_transport import new_context, open_dealer
+from lmcache_sdk.values import InstanceId, TokenIds, override
+
+_log = logging.getLogger("lmcache_sdk.session")
+
+CLOSE_SECONDS: Final = 2 * CLEANUP_SECONDS
+_ABANDON_LINGER: Final = 0.1
+
+
+class Session:
+    """See the module. Thread-safe."""
+
+    def __init__(self, addresses: Addresses, dialect: Dialect) -> None:
+        self.addresses = addresses
+        self.dialect = dialect
+        self.pool: SharedPool | None = None
+        """The server's pool, mapped here; None when tensors travel inline."""
+        self._pid = os.getpid()
+        self._machine = session_machine()
+        self._changed = threading.Condition()
+        self._gate = KeyGate(self._changed, self._check_open)
+        self._active = 0
+        self._instances: list[InstanceId] = []
+        self._unresolved: dict[Hashable, list[Unresolved]] = {}
+        self._wake_read, self._wake_write = os.pipe()
+        self._context = new_context()
+        self._channels = ChannelPool(self._connect)
+        self._released = False
+
+    def _connect(self, deadline: Deadline, step: str) -> Channel:
+        interruptible = self._machine.state in (SessionState.OPENING, SessionState.OPEN)
+        url = self.addresses.url
+        transport = open_dealer(self._context, url, self._wake_read, deadline, step, interruptible=interruptible)
+        return Channel(self.dialect, transport)
+
+    # ---- opening ----------------------------------------------------------------------------------------------------
+
+    def register(self, model_name: str, shape: registration.RegisteredShape, deadline: Deadline) -> tuple[InstanceId, Registered]:
+        """Registers a new instance under `model_name`; `close` unregisters it."""
+        instance_id = registration.new_instance_id()
+        with self._channels.borrow(deadline, "connect") as channel:
+            # remembered before it is sent: an answer that comes too late must be unregistered all the same
+            self._instances.append(instance_id)
+            reply = registration.register(channel, instance_id, model_name, shape, deadline, "connect")
+        return instance_id, reply
+
+    def unregister(self, instance_id: InstanceId, deadline: Deadline) -> None:
+        """Unregisters one instance now."""
+        with self._channels.borrow(deadline, "connect") as channel:
+            registration.unregister(channel, instance_id, deadline, "connect")
+            self._instances.remove(instance_id)
+
+    def map_pool(self, registered: Registered) -> None:
+        """Maps the pool that a registration named, if it named one."""
+        if registered.shm_name:
+            self.pool = SharedPool(registered.shm_name, registered.pool_size)
+
+    def opened(self) -> None:
+        """Everything is there; calls may begin."""
+        with self._changed:
+            self._machine.record(Event.OPENED)
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def operation(
+        self, name: str, identity: Identity, tokens: TokenIds, cache_salt: str, deadline: Deadline, *, exclusive: bool
+    ) -> Iterator[Operation]:
+        """One call. `exclusive` calls on the same tokens and salt come one after the other."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._entered())
+            key = (tokens, cache_salt, identity.model_name)
+            if exclusive:
+                stack.enter_context(self._gate.hold(key, deadline, name))
+                self._finish_unresolved(key, deadline, name)
+            channel = stack.enter_context(self._channels.borrow(deadline, name))
+            made = Operation(name, channel, identity, tokens, cache_salt, deadline)
+            try:
+                yield made
+            finally:
+                if not channel.kept:
+                    made.end()
+
+    def keep_unresolved(self, unresolved: Unresolved | None) -> None:
+        """Keeps what a store could not finish, with its channel, until somebody can."""
+        if unresolved is not None:
+            operation = unresolved.operation
+            operation.channel.kept = True
+            key = (operation.tokens, operation.cache_salt, operation.identity.model_name)
+            with self._changed:
+                self._unresolved.setdefault(key, []).append(unresolved)
+
+    def _finish_unresolved(self, key: Hashable, deadline: Deadline, step: str) -> None:
+        with self._changed:
+            waiting = self._unresolved.pop(key, [])
+        while waiting:
+            if not waiting[0].finish(deadline):
+                with self._changed:
+                    self._unresolved.setdefault(key, []).extend(waiting)
+                raise deadline.exceeded(f"{step}: an earlier store of the same tokens, which the server has not answered")
+            operation = waiting.pop(0).operation
+            operation.channel.kept = False
+            operation.end()
+            self._channels.give_back(operation.channel)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        with self._changed:
+            self._check_open()
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._active -= 1
+                self._changed.notify_all()
+                last = self._active == 0 and self._machine.state is SessionState.CLOSED
+            if last:
+                self._release()
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise SessionClosedError(
+                f"this context belongs to process {self._pid}, and this is its forked child {os.getpid()}: a connection cannot be "
+                "shared across a fork; call connect() in the child"
+            )
+        if self._machine.state in (SessionState.CLOSING, SessionState.CLOSED):
+            raise SessionClosedError("this context is closed; call connect() for a new one")
+
+    @property
+    def closed(self) -> bool:
+        """Whether close was asked for."""
+        return self._machine.state in (SessionState.CLOSING, SessionState.CLOSED)
+
+    # ---- closing ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Gives everything back; see the module. In a forked child it only forgets."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            first = not self.closed
+            self._machine.record(Event.CLOSE_ASKED)
+            if not first:
+                return
+            self._changed.notify_all()
+        os.write(self._wake_write, b"!")
+        deadline = Deadline.after(CLOSE_SECONDS)
+        with self._changed:
+            idle = self._changed.wait_for(lambda: self._active == 0, deadline.remaining())
+        try:
+            if idle and self._finish_all(deadline):
+                self._unregister_all(Deadline.after(CLEANUP_SECONDS))
+        finally:
+            with self._changed:
+                self._machine.record(Event.EVERYTHING_RETURNED)
+                last = self._active == 0
+            if last:
+                self._release()  # otherwise the last call does it on its way out
+
+    def _finish_all(self, deadline: Deadline) -> bool:
+        """Finishes every open reservation; whether none is left."""
+        for key in list(self._unresolved):
+            try:
+                self._finish_unresolved(key, deadline, "close")
+            except KVCacheSDKError as error:
+                _log.warning("close: a reservation stays open, so the registration is left to the server's grace: %s", error)
+        return not self._unresolved
+
+    def _unregister_all(self, deadline: Deadline) -> None:
+        for instance_id in list(self._instances):
+            try:
+                with self._channels.borrow(deadline, "close") as channel:
+                    registration.unregister(channel, instance_id, deadline, "close")
+                self._instances.remove(instance_id)
+            except KVCacheSDKError as error:
+                _log.debug("close: UNREGISTER was not answered: %s", error)
+                return
+
+    def _release(self) -> None:
+        """Frees what this process holds. Runs once."""
+        with self._changed:
+            released, self._released = self._released, True
+        if released:
+            return
+        for unresolved in (item for items in self._unresolved.values() for item in items):
+            unresolved.operation.channel.close()
+        self._channels.close()
+        self._context.term()
+        if self.pool is not None:
+            self.pool.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def abandon(self) -> None:
+        """For a context that was dropped without close: one UNREGISTER that nobody waits for, then everything is freed."""
+        if os.getpid() != self._pid or self.closed:
+            return
+        with self._changed:
+            self._machine.record(Event.CLOSE_ASKED)
+            self._machine.record(Event.EVERYTHING_RETURNED)
+            busy = self._active > 0
+        if busy:
+            os.write(self._wake_write, b"!")
+            return
+        if not self._unresolved:
+            self._channels.say_goodbye(self._instances, _ABANDON_LINGER)
+        self._release()
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Session {self.addresses.url} {self._machine.state.name} {self._active} active>"
