@@ -1,1 +1,65 @@
-"""A typed, CPU-only client for a running LMCache multiprocess server."""
+"""A typed, CPU-only client for a running LMCache multiprocess server.
+
+The functions are in `lmcache_sdk.kvcache`; this package exports the types they speak of.
+"""
+
+from lmcache_sdk.errors import (
+    AlreadyCachedError,
+    ArgumentTypeError,
+    ConnectError,
+    ConnectionLostError,
+    DeadlineExceededError,
+    Fate,
+    HTTPStatusError,
+    KVCacheSDKError,
+    LayoutChangedError,
+    LayoutError,
+    LeaseExpiredError,
+    LocalProtocolError,
+    NotRegisteredError,
+    PoolFullError,
+    ProtocolError,
+    RemoteProtocolError,
+    ServerError,
+    SessionClosedError,
+    ShapeMismatchError,
+    StoreRejectedError,
+    TransportError,
+    UnknownLayoutError,
+    UnsupportedError,
+    UsageError,
+)
+from lmcache_sdk.facade import LMCacheKVCacheContext, LookupResult, StoreResult, TokenSequence
+from lmcache_sdk.layout import KVLayout
+
+__all__ = [
+    "AlreadyCachedError",
+    "ArgumentTypeError",
+    "ConnectError",
+    "ConnectionLostError",
+    "DeadlineExceededError",
+    "Fate",
+    "HTTPStatusError",
+    "KVCacheSDKError",
+    "KVLayout",
+    "LMCacheKVCacheContext",
+    "LayoutChangedError",
+    "LayoutError",
+    "LeaseExpiredError",
+    "LocalProtocolError",
+    "LookupResult",
+    "NotRegisteredError",
+    "PoolFullError",
+    "ProtocolError",
+    "RemoteProtocolError",
+    "ServerError",
+    "SessionClosedError",
+    "ShapeMismatchError",
+    "StoreRejectedError",
+    "StoreResult",
+    "TokenSequence",
+    "TransportError",
+    "UnknownLayoutError",
+    "UnsupportedError",
+    "UsageError",
+]

@@ -24,8 +24,8 @@ KVCacheSDKError (RuntimeError)    the base; has .fate
     ├── UnknownLayoutError        an axis order or dtype that we do not know
     └── ShapeMismatchError        (.expected, .found)
 
-Every class takes one positional message and keyword attributes with defaults, so that each pickles and keeps its `args`:
-workers send errors to their parents. A miss is a result, never an exception.
+Every class takes one positional message and keyword attributes with defaults, so that each pickles and keeps its
+`args`: workers send errors to their parents. A miss is a result, never an exception.
 """
 
 from __future__ import annotations

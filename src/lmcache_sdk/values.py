@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NewType
 import attrs
 
 if TYPE_CHECKING:
-    from typing_extensions import override as override
+    from typing_extensions import override as override  # noqa: PLC0414  # re-exported
 else:
     # typing.override is there from Python 3.12 on, and its backport is not one of our six dependencies
 

@@ -25,7 +25,8 @@ RELEASES_OF_FILE = {
     "0.5.6": ("0.5.6",),
     "0.5.7rc2": ("0.5.7rc2",),
 }
-"""Vectors are byte-identical within a group (PROTOCOL.md); 0.5.5 differs from 0.5.6 in CLEAR only, and has a test of its own."""
+"""Vectors are byte-identical within a group (PROTOCOL.md); 0.5.5 differs from 0.5.6 in CLEAR only, and has a test of
+its own."""
 
 REQUESTS: dict[str, type[p.Request[Any]]] = {rule.name: rule.request for rule in p.DIALECTS["0.5.7rc2"].rules.values()}
 
@@ -114,7 +115,11 @@ def reply_of(vector: Any) -> Any:
         return p.Registered(**value)
     if op in ("prepare_store", "prepare_retrieve"):
         slots = value["context"].get("slots")
-        made = None if slots is None else tuple(p.Slot(s["offset"], s["length"], tuple(s["shape"]), s["dtype"]) for s in slots)
+        made = (
+            None
+            if slots is None
+            else tuple(p.Slot(s["offset"], s["length"], tuple(s["shape"]), s["dtype"]) for s in slots)
+        )
         if op == "prepare_store":
             return p.PreparedStore(made, tuple(value["context"].get("chunk_indices", ())))
         return p.PreparedRetrieve(value["success"], value["data"], made)

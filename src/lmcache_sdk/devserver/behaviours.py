@@ -1,8 +1,8 @@
 """How each release behaves where the wire looks the same: data, with the release in which each behaviour appeared.
 
-The dialect (protocol layer) says what a client must know. What only an imitation must know stands here: it was read in, and run
-against, the releases that it names (PROTOCOL.md sections 5 to 8 and 13). `of_dialect` gives the flags of one release; nothing
-else in this package compares releases.
+The dialect (protocol layer) says what a client must know. What only an imitation must know stands here: it was read in,
+and run against, the releases that it names (PROTOCOL.md sections 5 to 8 and 13). `of_dialect` gives the flags of one
+release; nothing else in this package compares releases.
 """
 
 from __future__ import annotations

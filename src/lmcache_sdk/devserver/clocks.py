@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lmcache_sdk.values import override
+
 Clock = Callable[[], float]
 
 
@@ -23,5 +25,6 @@ class ManualClock:
             raise ValueError(f"time does not run backwards: {seconds}")
         self._now += seconds
 
+    @override
     def __repr__(self) -> str:
         return f"<ManualClock {self._now}>"

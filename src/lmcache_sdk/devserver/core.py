@@ -1,14 +1,14 @@
 """The state of one server: pool, objects, sessions, jobs, registrations, and what several operations do with them.
 
-Handlers run in several threads. Whatever reads or changes the state holds `lock`; copying tensors does not, as on the real
-server, so that a large transfer keeps nobody else waiting.
+Handlers run in several threads. Whatever reads or changes the state holds `lock`; copying tensors does not, as on the
+real server, so that a large transfer keeps nobody else waiting.
 """
 
 from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import attrs
 
@@ -70,7 +70,7 @@ class Core:
         self.pending_stores: dict[PendingName, list[ObjectName]] = {}
         self.pending_retrieves: dict[PendingName, list[ObjectName]] = {}
 
-    # ---- keys ---------------------------------------------------------------------------------------------------------
+    # ---- keys --------------------------------------------------------------------------------------------------------
 
     def check_key(self, key: IPCCacheServerKey) -> None:
         """Refuses a salt that no object may carry; the real server does so while it decodes."""
@@ -87,9 +87,7 @@ class Core:
         session.packed_tokens = key.token_ids.big_endian()
         if session.key is None and self.behaviour.store_names_session:
             session.key = every_rank(key)
-        hashes = session.chunk_hashes(
-            self.chunk_size, key.start, key.end, end_is_checked=self.behaviour.end_is_checked
-        )
+        hashes = session.chunk_hashes(self.chunk_size, key.start, key.end, end_is_checked=self.behaviour.end_is_checked)
         if key.worker_id is None:
             raise RefusedError("a transfer needs a worker id")
         return object_names(key, hashes)
@@ -98,7 +96,7 @@ class Core:
         """The objects of a range, by the key's own tokens; whole chunks only, chunk by chunk, in each all ranks."""
         return object_names(key, whole_chunk_hashes(key.token_ids.big_endian(), self.chunk_size, start, end))
 
-    # ---- instances ----------------------------------------------------------------------------------------------------
+    # ---- instances ---------------------------------------------------------------------------------------------------
 
     def instance(self, instance_id: InstanceId) -> Instance:
         """A registered instance."""
@@ -125,7 +123,7 @@ class Core:
         for instance_id in self.instances.silent():
             self.remove_instance(instance_id)
 
-    # ---- upkeep -------------------------------------------------------------------------------------------------------
+    # ---- upkeep ------------------------------------------------------------------------------------------------------
 
     def evict(self) -> int:
         """One look of the eviction: above the watermark a share of the objects goes; how many went."""
@@ -159,7 +157,7 @@ def every_rank(key: IPCCacheServerKey) -> IPCCacheServerKey:
     return IPCCacheServerKey(**{**fields, "worker_id": None})
 
 
-def ranks(key: IPCCacheServerKey) -> Iterable[int]:
+def ranks(key: IPCCacheServerKey) -> Sequence[int]:
     """The worker ids that a key means."""
     return range(key.world_size) if key.worker_id is None else (key.worker_id,)
 

@@ -1,8 +1,8 @@
 """An engine that is only played: its entry in /status, and its layout for LOOKUP. It holds no KV cache.
 
-`PlayedEngine` gives the entry that the release of the server would show for such an engine (LAYOUT.md section 2, the golden
-layouts). Fused layouts are printed in three ways: two planes with a doubled last axis in 0.5.0 and 0.5.1, one plane in 0.5.2,
-and a format that the server cannot spell, "Unknown (...)", from 0.5.3.
+`PlayedEngine` gives the entry that the release of the server would show for such an engine (LAYOUT.md section 2, the
+golden layouts). Fused layouts are printed in three ways: two planes with a doubled last axis in 0.5.0 and 0.5.1, one
+plane in 0.5.2, and a format that the server cannot spell, "Unknown (...)", from 0.5.3.
 """
 
 from __future__ import annotations

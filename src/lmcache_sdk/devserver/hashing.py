@@ -20,8 +20,9 @@ def chunk_hash(prefix: bytes, packed_chunk: bytes | memoryview) -> bytes:
 class RollingHashes:
     """The hashes of a token sequence, computed as far as they were asked for and kept.
 
-    `extend` is given the tokens each time and computes only what is missing: after the tokens were exchanged for others, the
-    hashes that exist stay those of the old ones. That is how the server behaves, and why a request id must not be reused.
+    `extend` is given the tokens each time and computes only what is missing: after the tokens were exchanged for
+    others, the hashes that exist stay those of the old ones. That is how the server behaves, and why a request id must
+    not be reused.
     """
 
     def __init__(self, chunk_size: int) -> None:

@@ -7,6 +7,7 @@ section 5).
 from __future__ import annotations
 
 from lmcache_sdk.devserver.clocks import Clock
+from lmcache_sdk.values import override
 
 
 class ExpiringLock:
@@ -45,5 +46,6 @@ class ExpiringLock:
         """Ends all of it, as if its time had passed."""
         self._count = 0
 
+    @override
     def __repr__(self) -> str:
         return f"<ExpiringLock {self.count} held>"

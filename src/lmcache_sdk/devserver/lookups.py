@@ -1,16 +1,15 @@
 """LOOKUP, its result, FREE_LOOKUP_LOCKS and END_SESSION.
 
-Each method is the handler of one operation: it gives the reply or raises `RefusedError`, which the client never hears of. The
-order of the steps in them matters: what was done before the refusal stays done.
+Each method is the handler of one operation: it gives the reply or raises `RefusedError`, which the client never hears
+of. The order of the steps in them matters: what was done before the refusal stays done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmcache_sdk.devserver.core import Core, every_rank, object_names, ranks
+from lmcache_sdk.devserver.core import Core, object_names, ranks
 from lmcache_sdk.devserver.hashing import whole_chunk_hashes
-from lmcache_sdk.devserver.objects import ObjectName
 from lmcache_sdk.devserver.sessions import LookupJob, RefusedError, Session
 from lmcache_sdk.protocol import (
     EndSession,
@@ -81,7 +80,7 @@ class LookupHandlers:
         objects.unlock_after_reading(locked, times)
         return num_chunks
 
-    # ---- the result ---------------------------------------------------------------------------------------------------
+    # ---- the result --------------------------------------------------------------------------------------------------
 
     def query_status(self, request: QueryPrefetchStatus) -> PrefetchStatus:
         """Gives a lookup's result, once; 0 for a request that has none."""
@@ -102,7 +101,7 @@ class LookupHandlers:
             core.sessions.open(request_id, core.chunk_size).hit_chunks = job.hit_chunks
         return job.hit_chunks
 
-    # ---- giving locks back --------------------------------------------------------------------------------------------
+    # ---- giving locks back -------------------------------------------------------------------------------------------
 
     def free_locks(self, request: FreeLookupLocks) -> Void:
         """Releases the locks of a range, as far as the release can tell that they are there."""
@@ -138,9 +137,7 @@ class LookupHandlers:
             hashes = whole_chunk_hashes(key.token_ids.big_endian(), core.chunk_size, start, end)
             self._release(key, hashes, start // core.chunk_size, hit, request.tp_size)
 
-    def _recorded_ranges(
-        self, request: FreeLookupLocks, session: Session, hit: int
-    ) -> Sequence[tuple[int, int, int]]:
+    def _recorded_ranges(self, request: FreeLookupLocks, session: Session, hit: int) -> Sequence[tuple[int, int, int]]:
         key, found = request.key, []
         if key.start < key.end:
             floor = session.key.start if session.key is not None and self._behaviour.lookup_heeds_start else 0
@@ -176,8 +173,5 @@ class LookupHandlers:
                 return Void()
             hashes = session.chunk_hashes(core.chunk_size, 0, None, end_is_checked=False)
             self._check_layout(session.key)
-            core.objects.touch(self._session_names(session.key, hashes))
+            core.objects.touch(object_names(session.key, hashes))
         return Void()
-
-    def _session_names(self, key: IPCCacheServerKey, hashes: Sequence[bytes]) -> list[ObjectName]:
-        return object_names(key, hashes) if key.worker_id is not None else object_names(every_rank(key), hashes)

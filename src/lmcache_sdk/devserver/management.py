@@ -35,7 +35,7 @@ class ManagementHandlers:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    # ---- registrations ------------------------------------------------------------------------------------------------
+    # ---- registrations -----------------------------------------------------------------------------------------------
 
     def register(self, request: Register) -> Registered:
         """Enters an instance and its layout; one that is known is only seen again."""
@@ -84,7 +84,7 @@ class ManagementHandlers:
                 self._core.instances.ping(request.instance_id)
         return Pong(alive=True)
 
-    # ---- the rest -----------------------------------------------------------------------------------------------------
+    # ---- the rest ----------------------------------------------------------------------------------------------------
 
     def clear(self, request: Clear) -> Void:
         """Empties the pool for everybody."""

@@ -1,8 +1,8 @@
 """What is cached: objects by name, their locks, and the two ways in which releases reserve a write.
 
-Up to 0.5.5 a reservation is an object that is write-locked; when the lock's time passes, the object is readable with whatever
-its bytes are. From 0.5.6 it is staged apart, invisible until it is committed; when its time passes, the next writer of the same
-object is handed the same bytes. `staged` chooses. Not thread-safe: the server's lock guards it.
+Up to 0.5.5 a reservation is an object that is write-locked; when the lock's time passes, the object is readable with
+whatever its bytes are. From 0.5.6 it is staged apart, invisible until it is committed; when its time passes, the next
+writer of the same object is handed the same bytes. `staged` chooses. Not thread-safe: the server's lock guards it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from lmcache_sdk.devserver.clocks import Clock
 from lmcache_sdk.devserver.locks import ExpiringLock
 from lmcache_sdk.devserver.pool import Piece, Pool
+from lmcache_sdk.values import override
 
 MAX_READERS: Final = 128
 """More locks than this are never taken or released at once."""
@@ -75,7 +76,7 @@ class ObjectStore:
         self._staging: dict[ObjectName, CachedObject] = {}
         self._recency: OrderedDict[ObjectName, None] = OrderedDict()
 
-    # ---- writing ------------------------------------------------------------------------------------------------------
+    # ---- writing -----------------------------------------------------------------------------------------------------
 
     def reserve_write(self, names: Sequence[ObjectName], layout: StoredShape) -> dict[ObjectName, CachedObject]:
         """Reserves the objects that nobody has or writes; those that need memory get it together or not at all."""
@@ -131,7 +132,7 @@ class ObjectStore:
                 self._recency.pop(name, None)
                 self.pool.free(entry.piece)
 
-    # ---- reading ------------------------------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     def lock_for_reading(self, names: Iterable[ObjectName], times: int) -> list[bool]:
         """Takes read locks on each object that is readable; which ones were."""
@@ -168,11 +169,11 @@ class ObjectStore:
             if name in self._recency:
                 self._recency.move_to_end(name)
 
-    # ---- making room --------------------------------------------------------------------------------------------------
+    # ---- making room -------------------------------------------------------------------------------------------------
 
     def evict(self, count: int) -> int:
         """Removes up to `count` unlocked objects, the least recently used first; how many went."""
-        chosen = []
+        chosen: list[ObjectName] = []
         for name in self._recency:
             if len(chosen) >= count:
                 break
@@ -226,5 +227,6 @@ class ObjectStore:
             read_locks=sum(entry.read_lock.count for entry in objects),
         )
 
+    @override
     def __repr__(self) -> str:
         return f"<ObjectStore {len(self._objects)} objects, {len(self._staging)} staged>"

@@ -1,4 +1,4 @@
-"""Inline tensor bytes in and out, through the layout layer: a parser and a writer of its own, nothing is ever deserialised."""
+"""Inline tensor bytes in and out, by the layout layer's own parser and writer: nothing is ever deserialised."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The pool: one buffer that all cached chunks live in, handed out in pieces aligned to pages, first fit.
 
-With a name the buffer is a POSIX shared-memory file, made with mode 0600 and removed on closing if it is still ours; without
-one it is anonymous memory. Pieces are not zeroed: whoever gets one sees what its last owner left there. A batch of pieces is
-one allocation, given whole or not at all.
+With a name the buffer is a POSIX shared-memory file, made with mode 0600 and removed on closing if it is still ours;
+without one it is anonymous memory. Pieces are not zeroed: whoever gets one sees what its last owner left there. A batch
+of pieces is one allocation, given whole or not at all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import attrs
 import torch
 
 from lmcache_sdk.errors import UsageError
+from lmcache_sdk.values import override
 
 _log = logging.getLogger(__name__)
 
@@ -150,5 +151,6 @@ class Pool:
         except BufferError:
             _log.debug("pool: left mapped, a tensor on it is alive")
 
+    @override
     def __repr__(self) -> str:
         return f"<Pool {self.shm_name or 'anonymous'} {self.used_nbytes} of {self.size} used>"

@@ -1,8 +1,8 @@
 """Who is registered: instances, and the layouts by model and world size that they and engines stand for.
 
-A registration that is there already is only refreshed: its new layout is ignored. A layout is counted, the last one to register
-wins, and it goes with the last that leaves. An instance that is silent for too long is reaped: for `reap` seconds once it has
-pinged, for `grace` seconds as long as it never did.
+A registration that is there already is only refreshed: its new layout is ignored. A layout is counted, the last one to
+register wins, and it goes with the last that leaves. An instance that is silent for too long is reaped: for `reap`
+seconds once it has pinged, for `grace` seconds as long as it never did.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sessions and lookup jobs, both by request id.
 
-A session keeps the chunk hashes of its request and never computes one twice, whatever tokens come later. A job is a lookup's
-result that nobody has asked for yet; it has no end of its own.
+A session keeps the chunk hashes of its request and never computes one twice, whatever tokens come later. A job is a
+lookup's result that nobody has asked for yet; it has no end of its own.
 """
 
 from __future__ import annotations

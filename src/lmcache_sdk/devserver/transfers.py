@@ -1,8 +1,9 @@
 """PREPARE and COMMIT, both directions.
 
-On a server with a shared pool PREPARE hands out slots and COMMIT settles them; on an inline server the bytes travel in the
-messages. COMMIT_STORE with bytes works on both. What is in flight is found by instance and key, without the request id, so two
-transfers with an equal key on one instance are one to the server (PROTOCOL.md section 6). Tensors are copied outside the lock.
+On a server with a shared pool PREPARE hands out slots and COMMIT settles them; on an inline server the bytes travel in
+the messages. COMMIT_STORE with bytes works on both. What is in flight is found by instance and key, without the request
+id, so two transfers with an equal key on one instance are one to the server (PROTOCOL.md section 6). Tensors are copied
+outside the lock.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class TransferHandlers:
             raise RefusedError("transfers of several groups are not imitated")
         return found
 
-    # ---- store --------------------------------------------------------------------------------------------------------
+    # ---- store -------------------------------------------------------------------------------------------------------
 
     def prepare_store(self, request: PrepareStore) -> PreparedStore:
         """Reserves slots for the chunks that nobody has; an inline server reserves nothing yet."""
@@ -127,7 +128,7 @@ class TransferHandlers:
                 written.append(name)
         return written
 
-    # ---- retrieve -----------------------------------------------------------------------------------------------------
+    # ---- retrieve ----------------------------------------------------------------------------------------------------
 
     def prepare_retrieve(self, request: PrepareRetrieve) -> PreparedRetrieve:
         """Gives all chunks of the range or none; a miss unlocks those that were there."""

@@ -1,8 +1,8 @@
 """Axes by name: those of an object `[kv, layer, token, hidden]`, and those of the engines' own tensors.
 
-The only place where an axis is a number. What an engine's format says about a stored object is in FORMATS; the name of a format
-is its template: split at `_X_`, every part but the last is a level of nesting, the last lists the axes of one tensor
-(LAYOUT.md section 2, read from the servers 0.5.0 to 0.5.7rc2).
+The only place where an axis is a number. What an engine's format says about a stored object is in FORMATS; the name of
+a format is its template: split at `_X_`, every part but the last is a level of nesting, the last lists the axes of one
+tensor (LAYOUT.md section 2, read from the servers 0.5.0 to 0.5.7rc2).
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class EngineFormat:
         """Whether the tensor has an axis of slots in a block."""
         return "BS" in self.labels
 
+    @property
+    def is_opaque(self) -> bool:
+        """Whether a row is packed data without a head axis or width of its own, known by its bytes only."""
+        return _find(self.labels, _WIDTH) is None
+
 
 def _formats(*formats: EngineFormat) -> Mapping[str, EngineFormat]:
     return MappingProxyType({item.name: item for item in formats})
@@ -104,8 +109,8 @@ def num_heads(tensor: torch.Tensor, labels: Sequence[str]) -> int:
 def block_in_object_order(tensor: torch.Tensor, labels: Sequence[str]) -> torch.Tensor:
     """One layer of one block of an engine's tensor as an object holds one of its planes: `[slot, hidden]`.
 
-    This is the server's own gathering done on a view: pick the block, the layer and the plane, put slots first, then flatten
-    heads and head size. On a meta tensor it costs nothing and finds the sizes of any axis order.
+    This is the server's own gathering done on a view: pick the block, the layer and the plane, put slots first, then
+    flatten heads and head size. On a meta tensor it costs nothing and finds the sizes of any axis order.
     """
     kept = [position for names in (_SLOT, _HEAD, _WIDTH) if (position := _find(labels, names)) is not None]
     for position in sorted(set(range(len(labels))) - set(kept), reverse=True):

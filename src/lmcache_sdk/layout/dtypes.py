@@ -1,8 +1,8 @@
 """Wire name <-> torch.dtype, a closed table.
 
-A name that a peer sent is looked up here and nowhere else: `getattr(torch, name)` would let it choose an attribute of a module.
-Names are torch's own without the prefix, as slots and envelopes carry them. LAYOUT.md section 2 lists what servers were seen to
-move; the others are plain numbers that a server hands on as bytes without looking at them.
+A name that a peer sent is looked up here and nowhere else: `getattr(torch, name)` would let it choose an attribute of
+a module. Names are torch's own without the prefix, as slots and envelopes carry them. LAYOUT.md section 2 lists what
+servers were seen to move; the others are plain numbers that a server hands on as bytes without looking at them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A byte lives here: messages, dialects, the codec, the in-flight table, HTTP documents. No I/O, no clock, no tensor."""
+"""A byte lives here: messages, dialects, the codec, the in-flight table, HTTP documents. No I/O, no clock, no
+tensor.
+"""
 
 from lmcache_sdk.protocol.codec import (
     Frames,
@@ -36,9 +38,9 @@ from lmcache_sdk.protocol.messages import (
     Buffer,
     ChunkSize,
     Clear,
-    Committed,
     CommitRetrieve,
     CommitStore,
+    Committed,
     EndSession,
     Experimental,
     FreeLookupLocks,

@@ -1,11 +1,12 @@
 """Request <-> frames, reply <-> frames. Pure functions; the dialect says what goes where.
 
-Takes structs and a dialect, gives frames, and back. `encode_*` raises `LocalProtocolError` or `UnsupportedError`, `decode_*`
-raises `RemoteProtocolError`, and nothing else leaves this module. Tensor bytes pass through untouched: a payload's memoryview is
-a view of the received frame, and a payload to be sent is never copied when it brings its own header (`CommitStore.framed`).
+Takes structs and a dialect, gives frames, and back. `encode_*` raises `LocalProtocolError` or `UnsupportedError`,
+`decode_*` raises `RemoteProtocolError`, and nothing else leaves this module. Tensor bytes pass through untouched: a
+payload's memoryview is a view of the received frame, and a payload to be sent is never copied when it brings its own
+header (`CommitStore.framed`).
 
-The token ids of a call are encoded once per wire form and kept in their `TokenIds`; every later key of the call splices the
-same bytes in.
+The token ids of a call are encoded once per wire form and kept in their `TokenIds`; every later key of the call
+splices the same bytes in.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class ReceivedRequest:
     request: m.Request[Any]
 
 
-# ---- the client's two directions ----------------------------------------------------------------------------------------
+# ---- the client's two directions
+# ----------------------------------------------------------------------------------------
 
 
 def encode_request(dialect: Dialect, correlation_id: CorrelationId, request: m.Request[Any]) -> list[m.Buffer]:
@@ -131,7 +133,8 @@ def decode_reply(dialect: Dialect, request: m.Request[R], frames: Frames) -> R:
     return rule.reply.decode(frames[2] if len(frames) == 3 else None)
 
 
-# ---- the embedded server's two directions -------------------------------------------------------------------------------
+# ---- the embedded server's two directions
+# -------------------------------------------------------------------------------
 
 
 def decode_request(dialect: Dialect, frames: Frames) -> ReceivedRequest:
@@ -142,9 +145,7 @@ def decode_request(dialect: Dialect, frames: Frames) -> ReceivedRequest:
     payloads = frames[2:]
     if len(payloads) != len(rule.frames):
         raise RemoteProtocolError(f"{rule.name}: expected {len(rule.frames)} payload frames, got {len(payloads)}")
-    fields = {
-        name: _decode_field(dialect, name, payload) for name, payload in zip(rule.frames, payloads, strict=True)
-    }
+    fields = {name: _decode_field(dialect, name, payload) for name, payload in zip(rule.frames, payloads, strict=True)}
     try:
         request = rule.request(**fields)
     except (TypeError, ValueError) as error:
@@ -158,7 +159,9 @@ def find_rule(dialect: Dialect, operation: m.Buffer) -> Rule[Any]:
     for rule in dialect.rules.values():
         if named == rule.opcode or (dialect.op_strings and named == rule.name):
             return rule
-    raise RemoteProtocolError(f"request.operation: {named!r} is not defined in {dialect.release}", path="request.operation")
+    raise RemoteProtocolError(
+        f"request.operation: {named!r} is not defined in {dialect.release}", path="request.operation"
+    )
 
 
 def encode_reply(dialect: Dialect, received: ReceivedRequest, reply: m.Reply) -> list[m.Buffer]:
@@ -167,7 +170,8 @@ def encode_reply(dialect: Dialect, received: ReceivedRequest, reply: m.Reply) ->
     return [received.uid, received.operation] if encoded is None else [received.uid, received.operation, encoded]
 
 
-# ---- fields -------------------------------------------------------------------------------------------------------------
+# ---- fields
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _encode_field(dialect: Dialect, request: m.Request[Any], field: str) -> m.Buffer:
@@ -182,7 +186,9 @@ def _encode_field(dialect: Dialect, request: m.Request[Any], field: str) -> m.Bu
 
 
 def _encode_key(dialect: Dialect, key: m.IPCCacheServerKey) -> bytes:
-    fields = {name: getattr(key, name) for name in _KEY_STRUCTS[dialect.key_form].__struct_fields__ if hasattr(key, name)}
+    fields = {
+        name: getattr(key, name) for name in _KEY_STRUCTS[dialect.key_form].__struct_fields__ if hasattr(key, name)
+    }
     tokens = msgspec.Raw(encoded_tokens(dialect, key.token_ids))
     fields["token_bytes" if dialect.key_form is KeyForm.TOKEN_BYTES else "token_ids"] = tokens
     return _encode(_KEY_STRUCTS[dialect.key_form](**fields))

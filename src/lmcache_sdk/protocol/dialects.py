@@ -1,9 +1,9 @@
 """The table of server releases: one Dialect constant per release, data only, with sources.
 
-Everything here was read in, and run against, the release that it names (PROTOCOL.md sections 2, 3, 5, 8 and 12; the opcode
-tables stand as `operation_ids` in the golden vectors of each release). A release that is not in the table is refused: in two
-public releases the same integer first meant "clear the cache" and later "how far is the prefetch", so the nearest guess can
-delete data, and an unknown opcode ends the message thread of releases up to 0.5.5.
+Everything here was read in, and run against, the release that it names (PROTOCOL.md sections 2, 3, 5, 8 and 12; the
+opcode tables stand as `operation_ids` in the golden vectors of each release). A release that is not in the table is
+refused: in two public releases the same integer first meant "clear the cache" and later "how far is the prefetch", so
+the nearest guess can delete data, and an unknown opcode ends the message thread of releases up to 0.5.5.
 """
 
 from __future__ import annotations
@@ -189,8 +189,7 @@ V0_5_7RC2: Final = attrs.evolve(
 )
 
 DIALECTS: Final[Mapping[str, Dialect]] = {
-    dialect.release: dialect
-    for dialect in (V0_5_0, V0_5_1, V0_5_2, V0_5_3, V0_5_4, V0_5_5, V0_5_6, V0_5_7RC2)
+    dialect.release: dialect for dialect in (V0_5_0, V0_5_1, V0_5_2, V0_5_3, V0_5_4, V0_5_5, V0_5_6, V0_5_7RC2)
 }
 
 _VERSION: Final = re.compile(r"^v?(\d+\.\d+\.\d+)((?:rc|a|b)\d+)?(\.post\d+)?(\.dev\d+)?(?:[+-].*)?$")
@@ -209,8 +208,9 @@ def dialect_named(release: str) -> Dialect:
 def dialect_of_server(version: str) -> Dialect:
     """The dialect of the version string that a server reports; raises UnsupportedError when it is not in the table.
 
-    Build and post-release suffixes do not change the wire and are dropped. Pre-releases do: 0.5.7's candidates speak D3 (all of
-    them, PROTOCOL.md section 12), while a development build may speak either side of a change and is refused.
+    Build and post-release suffixes do not change the wire and are dropped. Pre-releases do: 0.5.7's candidates speak
+    D3 (all of them, PROTOCOL.md section 12), while a development build may speak either side of a change and is
+    refused.
     """
     match = _VERSION.match(version)
     if match is not None and match[4] is None:
@@ -220,7 +220,8 @@ def dialect_of_server(version: str) -> Dialect:
         if not candidate and release in DIALECTS:
             return DIALECTS[release]
     raise UnsupportedError(
-        f"the server reports LMCache version {version!r}, which this library has not been verified against; it speaks to "
+        f"the server reports LMCache version {version!r}, which this library has not been verified against; it "
+        "speaks to "
         f"{', '.join(DIALECTS)}. If you know that the server speaks one of these wires, pass dialect=..., for example "
         'dialect="0.5.6"',
         request="connect",

@@ -1,11 +1,12 @@
 """HTTP JSON bodies -> attrs documents: what the server said, as it said it.
 
-Takes the body's bytes; returns a document or raises `RemoteProtocolError` with the path of the field that is wrong, such as
-`status.cache_context_meta.7.kv_cache_layout.kernel_groups[0].dtype`. Unknown fields are ignored, missing required ones are
-errors, nothing is converted (a server that says "256" where a number belongs is wrong, not generous).
+Takes the body's bytes; returns a document or raises `RemoteProtocolError` with the path of the field that is wrong,
+such as `status.cache_context_meta.7.kv_cache_layout.kernel_groups[0].dtype`. Unknown fields are ignored, missing
+required ones are errors, nothing is converted (a server that says "256" where a number belongs is wrong, not
+generous).
 
-Entries of other models stay raw until somebody asks for them: one engine's strange entry must not keep the others from
-connecting. Paths and field names: PROTOCOL.md section 10, read from servers 0.5.0 to 0.5.7rc2.
+Entries of other models stay raw until somebody asks for them: one engine's strange entry must not keep the others
+from connecting. Paths and field names: PROTOCOL.md section 10, read from servers 0.5.0 to 0.5.7rc2.
 """
 
 from __future__ import annotations
@@ -153,7 +154,9 @@ def parse_layout(layout: JsonObject, path: str) -> KVCacheLayoutDocument:
     document = _structure(layout, KVCacheLayoutDocument, path)
     if not 1 <= len(document.kernel_groups) <= MAX_KERNEL_GROUPS:
         where = f"{path}.kernel_groups"
-        raise RemoteProtocolError(f"{where}: expected 1 to {MAX_KERNEL_GROUPS}, got {len(document.kernel_groups)}", path=where)
+        raise RemoteProtocolError(
+            f"{where}: expected 1 to {MAX_KERNEL_GROUPS}, got {len(document.kernel_groups)}", path=where
+        )
     return document
 
 
@@ -264,7 +267,11 @@ def _make_converter() -> cattrs.Converter:
     converter = cattrs.Converter()
     for kind, also in ((str, ()), (int, ()), (bool, ()), (float, (int,))):
         converter.register_structure_hook(kind, _exactly(kind, *also))
-    raw = ((str | int | None, (str, int, type(None))), (dict[str, object], (dict,)), (list[object] | None, (list, type(None))))
+    raw = (
+        (str | int | None, (str, int, type(None))),
+        (dict[str, object], (dict,)),
+        (list[object] | None, (list, type(None))),
+    )
     for shape, kinds in (*raw, (dict[str, object] | None, (dict, type(None)))):
         converter.register_structure_hook_func(partial(operator.eq, shape), _exactly(*kinds))
     return converter

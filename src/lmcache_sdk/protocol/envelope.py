@@ -1,9 +1,10 @@
-"""The typed envelope of 0.5.7: tensors as MessagePack, `{version: 1, tensors: [{dtype, shape, data}, ...]}`; and bin headers.
+"""The typed envelope of 0.5.7, MessagePack `{version: 1, tensors: [{dtype, shape, data}, ...]}`; and bin headers.
 
 `decode_envelope` takes a payload and returns the struct, its data zero-copy views of the payload, or raises
-`RemoteProtocolError`. Whether a tensor's bytes fit its dtype and shape is not known here: the layout layer checks it. The
-writer gets the pieces that stand around the data (`envelope_head`, `tensor_head`), so that tensor bytes are copied once, straight
-into the frame that goes out. Limits: PROTOCOL.md section 4.2. The multi-group form is refused, as is any other field.
+`RemoteProtocolError`. Whether a tensor's bytes fit its dtype and shape is not known here: the layout layer checks it.
+The writer gets the pieces that stand around the data (`envelope_head`, `tensor_head`), so that tensor bytes are copied
+once, straight into the frame that goes out. Limits: PROTOCOL.md section 4.2. The multi-group form is refused, as is
+any other field.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def envelope_head(num_tensors: int) -> bytes:
 def tensor_head(dtype: str, shape: Sequence[int], nbytes: int) -> bytes:
     """What stands before the bytes of one tensor; nothing stands after them."""
     if not 1 <= len(shape) <= MAX_RANK or not 0 <= nbytes <= MAX_TENSOR_NBYTES:
-        raise LocalProtocolError(f"an envelope takes 1 to {MAX_RANK} axes and 2 GiB a tensor: {list(shape)}, {nbytes} bytes")
+        raise LocalProtocolError(
+            f"an envelope takes 1 to {MAX_RANK} axes and 2 GiB a tensor: {list(shape)}, {nbytes} bytes"
+        )
     encode = msgspec.msgpack.encode
     return b"\x83\xa5dtype" + encode(dtype) + b"\xa5shape" + encode(tuple(shape)) + b"\xa4data" + bin_header(nbytes)
 

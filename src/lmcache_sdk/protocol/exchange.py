@@ -1,11 +1,11 @@
 """What is in flight on one connection: what was asked, which answer is legal, which came late. No I/O, no clock.
 
-`send` gives an `InFlight` whose frames the caller moves; `receive` takes frames that came and settles the one they belong to.
-A call that gives up *abandons* its entry: if the answer comes after all, `receive` reports it as `AnsweredLate`, because a late
-yes to a lookup means that the server holds locks which someone must give back.
+`send` gives an `InFlight` whose frames the caller moves; `receive` takes frames that came and settles the one they
+belong to. A call that gives up *abandons* its entry: if the answer comes after all, `receive` reports it as
+`AnsweredLate`, because a late yes to a lookup means that the server holds locks which someone must give back.
 
-Refuses an id nobody asked for, or one that was answered already, with `RemoteProtocolError`. An illegal answer to a known id
-settles that id with the error.
+Refuses an id nobody asked for, or one that was answered already, with `RemoteProtocolError`. An illegal answer to a
+known id settles that id with the error.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class Exchange:
         correlation_id = decode_correlation_id(frames)
         entry = self._entries.pop(correlation_id, None)
         if entry is None:
-            raise RemoteProtocolError(f"reply.uid: nobody asked, or it was answered: {correlation_id}", path="reply.uid")
+            raise RemoteProtocolError(
+                f"reply.uid: nobody asked, or it was answered: {correlation_id}", path="reply.uid"
+            )
         late = entry.state is InFlightState.ABANDONED
         entry.settle(self.dialect, frames)
         return AnsweredLate(entry) if late else Answered(entry)

@@ -1,8 +1,8 @@
 """One msgspec struct per request and per reply. No version, no opcode and no wire form is in them.
 
-A request knows its reply: `Lookup` is a `Request[Void]`, and whoever calls it gets a `Void`. Which fields travel, in how many
-frames and under which opcode, is the dialect's (`rules.py`). Requests are frozen; the codec encodes whatever they hold, also
-values that a client must not send: validation sits above this layer.
+A request knows its reply: `Lookup` is a `Request[Void]`, and whoever calls it gets a `Void`. Which fields travel, in
+how many frames and under which opcode, is the dialect's (`rules.py`). Requests are frozen; the codec encodes whatever
+they hold, also values that a client must not send: validation sits above this layer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ R_co = TypeVar("R_co", covariant=True)
 class IPCCacheServerKey(msgspec.Struct, frozen=True, kw_only=True):
     """Names a token range of a model's cache, and the session that asks for it.
 
-    The server resolves it to one object per chunk and rank. `request_id`, `request_configs` and `num_kv_readers` are not part
-    of an object's name (PROTOCOL.md section 3.1).
+    The server resolves it to one object per chunk and rank. `request_id`, `request_configs` and `num_kv_readers` are
+    not part of an object's name (PROTOCOL.md section 3.1).
     """
 
     model_name: str
@@ -77,7 +77,8 @@ class Slot(msgspec.Struct, frozen=True):
     dtype: str
 
 
-# ---- replies ------------------------------------------------------------------------------------------------------------
+# ---- replies
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Void(msgspec.Struct, frozen=True):
@@ -159,7 +160,8 @@ Reply = (
 )
 
 
-# ---- requests -----------------------------------------------------------------------------------------------------------
+# ---- requests
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Request(msgspec.Struct, Generic[R_co], frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """The kinds of reply, both directions: what follows the two header frames, and the struct it becomes.
 
-A decoder takes the third frame, or None when there was none, and returns the struct or raises `RemoteProtocolError`. Types are
-strict (a bool is not a count) and counts are bounded; whether they fit the request is checked where the request is known.
+A decoder takes the third frame, or None when there was none, and returns the struct or raises `RemoteProtocolError`.
+Types are strict (a bool is not a count) and counts are bounded; whether they fit the request is checked where the
+request is known.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ def _decode_prepared_store(frame: m.Buffer | None) -> m.PreparedStore:
     context = _prepared_store(frame).context
     if context.slots is None:
         if context.chunk_indices is not None:
-            raise RemoteProtocolError("prepare_store.context: chunk_indices without slots", path="prepare_store.context")
+            raise RemoteProtocolError(
+                "prepare_store.context: chunk_indices without slots", path="prepare_store.context"
+            )
         return m.PreparedStore(slots=None, chunk_indices=())
     slots = _checked_slots(context.slots, "prepare_store")
     indices = tuple(context.chunk_indices or ())
@@ -152,7 +155,7 @@ def _encode_prepared_retrieve(reply: m.PreparedRetrieve) -> bytes:
     return _encode({"success": reply.success, "data": reply.data, "context": context})
 
 
-VOID: Final = ReplyForm[m.Void](_decode_void, lambda reply: None)
+VOID: Final = ReplyForm[m.Void](_decode_void, lambda _: None)
 PREFETCH: Final = ReplyForm[m.PrefetchStatus](_decode_prefetch, _encode_prefetch)
 REGISTERED: Final = ReplyForm[m.Registered](
     _decode_registered, lambda reply: _encode({"shm_name": reply.shm_name, "pool_size": reply.pool_size})
@@ -164,8 +167,6 @@ COMMITTED: Final = ReplyForm[m.Committed](lambda f: m.Committed(_bool(f)), lambd
 CHUNK_SIZE: Final = ReplyForm[m.ChunkSize](
     lambda f: m.ChunkSize(_bounded(_chunk_size(f), "chunk_size", 2**32)), lambda reply: _encode(reply.num_tokens)
 )
-EXPERIMENTAL: Final = ReplyForm[m.Experimental](
-    lambda f: m.Experimental(_names(f)), lambda reply: _encode(reply.names)
-)
+EXPERIMENTAL: Final = ReplyForm[m.Experimental](lambda f: m.Experimental(_names(f)), lambda reply: _encode(reply.names))
 PONG: Final = ReplyForm[m.Pong](lambda f: m.Pong(_bool(f)), lambda reply: _encode(reply.alive))
 NOOP: Final = ReplyForm[m.NoopAnswer](lambda f: m.NoopAnswer(_text(f)), lambda reply: _encode(reply.text))

@@ -1,8 +1,8 @@
 """Rule and Dialect: how one message is laid out on one server release's wire.
 
-A rule names the opcode and the request's fields, one frame each, in order. A dialect is the rules of one release plus the
-flags of its behaviour. Both are data; `dialects.py` fills them in and `codec.py` reads them. Nothing here branches on a
-version.
+A rule names the opcode and the request's fields, one frame each, in order. A dialect is the rules of one release plus
+the flags of its behaviour. Both are data; `dialects.py` fills them in and `codec.py` reads them. Nothing here
+branches on a version.
 """
 
 from __future__ import annotations
@@ -109,5 +109,3 @@ class Dialect:
 def index_rules(*rules: Rule[Any]) -> dict[type[Request[Any]], Rule[Any]]:
     """The table of a dialect, keyed by request."""
     return {rule.request: rule for rule in rules}
-
-

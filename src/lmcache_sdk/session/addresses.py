@@ -1,7 +1,7 @@
 """The two addresses of a server, normalised and checked: nothing here talks to anyone but the resolver.
 
-Takes what users write (`host:port`, `tcp://host:port`, `ipc:///path`; `host:port`, `http://host:port/`), gives canonical forms, and
-refuses what cannot work, naming the argument.
+Takes what users write (`host:port`, `tcp://host:port`, `ipc:///path`; `host:port`, `http://host:port/`), gives
+canonical forms, and refuses what cannot work, naming the argument.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ def checked_addresses(url: object, http_url: object) -> Addresses:
     http = _http_url(http_url)
     if message.scheme == "tcp" and _same_endpoint(message, http):
         raise UsageError(
-            f"http_url: {http_url!r} has the host and port of url={url!r}. They are two ports of the server: the ZMQ port (5555 by "
-            "default) and the HTTP port (8080 by default). An HTTP request on the ZMQ port ends the server's message thread for "
+            f"http_url: {http_url!r} has the host and port of url={url!r}. They are two ports of the server: the "
+            "ZMQ port (5555 by "
+            "default) and the HTTP port (8080 by default). An HTTP request on the ZMQ port ends the server's "
+            "message thread for "
             "every client, so nothing was sent"
         )
     shown = f"ipc://{message.netloc}{message.path}" if message.scheme == "ipc" else f"tcp://{message.netloc}"

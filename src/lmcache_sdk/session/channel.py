@@ -1,8 +1,8 @@
 """Exchange + transport: one connection that does one call after another, `call(request, deadline) -> reply`.
 
-A channel belongs to one operation at a time (`ChannelPool.borrow`), so calls of different threads never wait for each other and
-all requests of an operation travel on one socket, where the server keeps their order. The pool never holds more channels than
-there were concurrent operations: a server never forgets a socket (PROTOCOL.md section 9).
+A channel belongs to one operation at a time (`ChannelPool.borrow`), so calls of different threads never wait for each
+other and all requests of an operation travel on one socket, where the server keeps their order. The pool never holds
+more channels than there were concurrent operations: a server never forgets a socket (PROTOCOL.md section 9).
 
 A request that got no answer in time stays in the exchange. Its late answer is kept in `late` until the owner of the
 clean-up asks for it; a channel that lost its connection is closed, never reused.
@@ -150,7 +150,9 @@ class ChannelPool:
             channel.close()
 
     def say_goodbye(self, instances: Sequence[InstanceId], linger: float) -> None:
-        """Sends UNREGISTER for each instance on an idle channel, without waiting, and lets it go out for `linger` seconds."""
+        """Sends UNREGISTER for each instance on an idle channel, without waiting, and lets it go out for `linger`
+        seconds.
+        """
         channel = self._take_idle()
         if channel is None:
             return

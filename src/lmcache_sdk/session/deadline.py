@@ -1,7 +1,7 @@
 """One instant that every wait inside a call counts down to, and the clocks that lifetimes are measured with.
 
-A timeout is a caller's relative seconds; it becomes a `Deadline` once, at the door. Waits take what remains of it. Locks that
-the *server* holds for us are measured with a clock that runs through a suspended machine: their TTL does.
+A timeout is a caller's relative seconds; it becomes a `Deadline` once, at the door. Waits take what remains of it.
+Locks that the *server* holds for us are measured with a clock that runs through a suspended machine: their TTL does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a server says of itself over HTTP, before the first ZMQ frame: release, configuration, status.
 
-No frame may be sent before the release is known: an opcode that a release does not define ends its message thread, and between
-two releases the same opcode means different things (PROTOCOL.md sections 0 and 12). Refuses releases that are not in the table,
-servers without the engine-driven mode, and servers that speak gRPC, each with what to do about it.
+No frame may be sent before the release is known: an opcode that a release does not define ends its message thread,
+and between two releases the same opcode means different things (PROTOCOL.md sections 0 and 12). Refuses releases that
+are not in the table, servers without the engine-driven mode, and servers that speak gRPC, each with what to do about
+it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def _version(http: HttpConversation, *, required: bool) -> str:
             return release
     if required:
         raise UnsupportedError(
-            "the server reports no LMCache version (/lmc_version and /version are missing, empty or NA), so its wire cannot be "
+            "the server reports no LMCache version (/lmc_version and /version are missing, empty or NA), so its "
+            "wire cannot be "
             'chosen. If you know the release, pass dialect=..., for example dialect="0.5.6"',
             request="connect",
         )
@@ -107,7 +109,8 @@ def _check_mode(config: ConfigDocument, dialect: Dialect) -> None:
         raise _no_engine_driven_mode(f"its supported_transfer_mode is {mode!r}", dialect)
     if config.mp.transport != "zmq":
         raise UnsupportedError(
-            f"the server speaks {config.mp.transport!r} on its message port; this library speaks ZMQ: start it with --transport zmq",
+            f"the server speaks {config.mp.transport!r} on its message port; this library speaks ZMQ: start it with "
+            "--transport zmq",
             request="connect",
             dialect=dialect.release,
         )
@@ -115,7 +118,8 @@ def _check_mode(config: ConfigDocument, dialect: Dialect) -> None:
 
 def _no_engine_driven_mode(why: str, dialect: Dialect) -> UnsupportedError:
     return UnsupportedError(
-        f"the server does not serve clients that move tensors themselves ({why}); start it with --supported-transfer-mode auto",
+        f"the server does not serve clients that move tensors themselves ({why}); start it with "
+        "--supported-transfer-mode auto",
         request="connect",
         dialect=dialect.release,
     )

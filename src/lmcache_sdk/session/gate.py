@@ -1,8 +1,8 @@
 """One call at a time per key: what two threads may not do to the same tokens at once.
 
-The server keys pending transfers by (instance, key) and not by request: of two stores of the same tokens, the second's COMMIT
-would publish the first's half-written slots, and of two retrieves only one gives its locks back (PROTOCOL.md section 6).
-Waiting counts against the caller's deadline, and a close of the session ends it.
+The server keys pending transfers by (instance, key) and not by request: of two stores of the same tokens, the
+second's COMMIT would publish the first's half-written slots, and of two retrieves only one gives its locks back
+(PROTOCOL.md section 6). Waiting counts against the caller's deadline, and a close of the session ends it.
 """
 
 from __future__ import annotations

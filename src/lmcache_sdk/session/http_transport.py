@@ -1,10 +1,10 @@
 """HTTP calls -> status and bytes, inside one deadline; the only importer of requests.
 
-What it guarantees beyond requests: the deadline bounds the whole conversation, dripping headers and bodies included (requests'
-timeout is per received piece); a body is read up to a limit; no redirect, no proxy, nothing from the environment; and not one
-byte is sent to a ZMQ port: an HTTP request there can end the message thread of an LMCache server for every client (PROTOCOL.md
-section 13). A ZMTP peer greets within a millisecond of accepting while an HTTP server stays silent, so a fresh connection
-listens first.
+What it guarantees beyond requests: the deadline bounds the whole conversation, dripping headers and bodies included
+(requests' timeout is per received piece); a body is read up to a limit; no redirect, no proxy, nothing from the
+environment; and not one byte is sent to a ZMQ port: an HTTP request there can end the message thread of an LMCache
+server for every client (PROTOCOL.md section 13). A ZMTP peer greets within a millisecond of accepting while an HTTP
+server stays silent, so a fresh connection listens first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from urllib3.connection import HTTPConnection
 
 from lmcache_sdk.errors import (
     ConnectError,
-    DeadlineExceededError,
     Fate,
     HTTPStatusError,
     KVCacheSDKError,
@@ -137,12 +136,13 @@ class HttpConversation:
         causes = list(_chain(error))
         if any(isinstance(cause, _SpokeFirstError) for cause in causes):
             return UsageError(
-                f"http_url: {self._base_url} is not an HTTP server: it spoke first, as a ZMQ port does. Are url and http_url "
-                "swapped? Nothing was sent, because an HTTP request on its ZMQ port ends an LMCache server's message thread"
+                f"http_url: {self._base_url} is not an HTTP server: it spoke first, as a ZMQ port does. Are url and "
+                "http_url "
+                "swapped? Nothing was sent, because an HTTP request on its ZMQ port ends an LMCache server's "
+                "message thread"
             )
         if self._deadline.passed or any(isinstance(cause, TimeoutError) for cause in causes):
-            exceeded = self._deadline.exceeded(step)
-            return exceeded
+            return self._deadline.exceeded(step)
         if isinstance(error, (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema)):
             return UsageError(f"http_url: {self._base_url!r} is not an address: {error}")
         if isinstance(error, (requests.ConnectionError, OSError)):
@@ -181,5 +181,3 @@ def _status_error(url: str, status: int, body: bytes) -> HTTPStatusError:
     if status == 401:
         hint = ". The server asks for an API key: pass api_key=... or set LMCACHE_SDK_API_KEY"
     return HTTPStatusError(f"{url}: HTTP status {status}: {shown}{hint}", status=status, url=url, reply=shown)
-
-

@@ -4,10 +4,10 @@
 
 - LOOKUP starts at 0 with worker_id None, over whole chunks; its result is polled, never waited for on the server;
 - PREPARE_RETRIEVE is sent for ranges in order, each once;
-- FREE_LOOKUP_LOCKS is sent at most once, and only for the rest for which no PREPARE_RETRIEVE was sent: twice, or for chunks whose
-  lock a PREPARE took, it would take another reader's lock;
-- when the hit is not known it is first asked for, within the clean-up budget; if it stays unknown, releases up to 0.5.5 are left to
-  their TTL, because their FREE would be unconditional. Leaking beats stealing.
+- FREE_LOOKUP_LOCKS is sent at most once, and only for the rest for which no PREPARE_RETRIEVE was sent: twice, or for
+  chunks whose lock a PREPARE took, it would take another reader's lock;
+- when the hit is not known it is first asked for, within the clean-up budget; if it stays unknown, releases up to
+  0.5.5 are left to their TTL, because their FREE would be unconditional. Leaking beats stealing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class ReadLease:
         pause = _FIRST_PAUSE
         while (ready := self._ask()) is None:
             self._operation.channel.pause(pause, self._operation.deadline)
-            self._operation.deadline.check(f"{self._operation.name}: QUERY_PREFETCH_STATUS (the server is still loading)")
+            self._operation.deadline.check(
+                f"{self._operation.name}: QUERY_PREFETCH_STATUS (the server is still loading)"
+            )
             pause = min(2 * pause, _LONGEST_PAUSE)
         return self._found(ready)
 
@@ -92,14 +94,17 @@ class ReadLease:
         """Raises LeaseExpiredError when half of the read locks' TTL is over: what was copied since may be another's."""
         if self._half_ttl is not None and self._clock() - self._taken_at > self._half_ttl:
             raise LeaseExpiredError(
-                f"{self._operation.name}: the read locks are older than half their TTL of {2 * self._half_ttl:g} s (a suspended "
+                f"{self._operation.name}: the read locks are older than half their TTL of {2 * self._half_ttl:g} s "
+                "(a suspended "
                 "process, or a copy that took too long); the bytes were discarded"
             )
 
     def prepare(self, num_chunks: int) -> InFlight[PreparedRetrieve]:
         """Sends PREPARE_RETRIEVE for the next `num_chunks` chunks; the caller waits for it with `prepared`."""
         first, self._num_prepared = self._num_prepared, self._num_prepared + num_chunks
-        request = PrepareRetrieve(key=self._operation.key(first, num_chunks), instance_id=self._operation.identity.instance_id)
+        request = PrepareRetrieve(
+            key=self._operation.key(first, num_chunks), instance_id=self._operation.identity.instance_id
+        )
         entry = self._operation.submit(request)
         self._uncommitted.append((entry, first, num_chunks))
         return entry
@@ -110,7 +115,8 @@ class ReadLease:
         if not reply.success:
             self._uncommitted = [item for item in self._uncommitted if item[0] is not entry]
             raise LeaseExpiredError(
-                f"{self._operation.name}: the server found {self.num_chunks} chunks and then could not give them: they were "
+                f"{self._operation.name}: the server found {self.num_chunks} chunks and then could not give them: "
+                "they were "
                 "cleared in between"
             )
         return reply

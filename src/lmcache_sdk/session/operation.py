@@ -1,9 +1,11 @@
-"""One user call on the server: one request id, one channel, and an END_SESSION that always comes, after everything else.
+"""One user call on the server: one request id, one channel, and an END_SESSION that always comes, after everything
+else.
 
-`Operation` makes the keys of the call (its tokens are encoded once), sends its requests under its deadline, and keeps what must
-still be answered. Leaving it waits, within a short budget of its own, for replies that are out, so that END_SESSION is the last
-thing of the session the server sees: a COMMIT handled after it would open the session again (PROTOCOL.md section 5). END_SESSION
-itself gets no answer when no engine holds the model any more; that is not an error of the call.
+`Operation` makes the keys of the call (its tokens are encoded once), sends its requests under its deadline, and keeps
+what must still be answered. Leaving it waits, within a short budget of its own, for replies that are out, so that
+END_SESSION is the last thing of the session the server sees: a COMMIT handled after it would open the session again
+(PROTOCOL.md section 5). END_SESSION itself gets no answer when no engine holds the model any more; that is not an
+error of the call.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ class Operation:
         return self.wait(self.submit(request))
 
     def settle(self, entry: InFlight[R], cleanup: Deadline) -> R | None:
-        """Waits for a reply during clean-up; None when it does not come or is illegal. Never raises an error of ours."""
+        """Waits for a reply during clean-up; None when it does not come or is illegal. Never raises an error of
+        ours.
+        """
         try:
             return self.channel.wait(entry, cleanup, self.name, interruptible=False)
         except KVCacheSDKError as error:

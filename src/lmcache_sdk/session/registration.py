@@ -1,9 +1,10 @@
 """This instance known to the server: who it is, and REGISTER / UNREGISTER.
 
-Instance ids and private model names come from the operating system's entropy: a seeded generator or a process id gives two
-workers the same one (USERS.md 12, 13). An instance id that is registered already keeps its old geometry, so an id is never used
-for a second one. Clients register under a private name and put the real model's name into keys only: the last registration of a
-(model, world size) replaces the layout that every engine's lookups use (LAYOUT.md sections 1 and 6).
+Instance ids and private model names come from the operating system's entropy: a seeded generator or a process id
+gives two workers the same one (USERS.md 12, 13). An instance id that is registered already keeps its old geometry, so
+an id is never used for a second one. Clients register under a private name and put the real model's name into keys
+only: the last registration of a (model, world size) replaces the layout that every engine's lookups use (LAYOUT.md
+sections 1 and 6).
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Write slots that the server promised, from PREPARE_STORE to COMMIT_STORE; and inline stores, which need no promise.
 
-`store_slots` and `store_inline` store one range of chunks. What they guarantee (PROTOCOL.md section 6, FAULTS.md 2.2, 6.3, 9.3):
+`store_slots` and `store_inline` store one range of chunks. What they guarantee (PROTOCOL.md section 6, FAULTS.md 2.2,
+6.3, 9.3):
 
-- a reservation can only be committed: there is no abort, and UNREGISTER or a late TTL publishes what the slots hold. So after
-  PREPARE_STORE nothing may fail: the writer has been checked before, an interrupted copy is done again and committed, then the
-  interruption goes on;
+- a reservation can only be committed: there is no abort, and UNREGISTER or a late TTL publishes what the slots hold.
+  So after PREPARE_STORE nothing may fail: the writer has been checked before, an interrupted copy is done again and
+  committed, then the interruption goes on;
 - empty slots are never committed: that would publish another caller's half-written slots;
-- a PREPARE that nobody answered in time is never sent again. The range is kept as a snapshot (`Unresolved`); whoever uses the
-  session next fills and commits it when the answer comes;
+- a PREPARE that nobody answered in time is never sent again. The range is kept as a snapshot (`Unresolved`); whoever
+  uses the session next fills and commits it when the answer comes;
 - slots older than half the write TTL are not written and not committed: they may be another's by then.
 """
 
@@ -20,7 +21,7 @@ from typing import Final, Protocol
 import attrs
 
 from lmcache_sdk.errors import LeaseExpiredError, RemoteProtocolError
-from lmcache_sdk.protocol import Buffer, Committed, CommitStore, InFlight, PreparedStore, PrepareStore
+from lmcache_sdk.protocol import Buffer, CommitStore, Committed, InFlight, PreparedStore, PrepareStore
 from lmcache_sdk.session.deadline import Deadline, boot_time
 from lmcache_sdk.session.operation import CLEANUP_SECONDS, Operation
 from lmcache_sdk.session.states import Event, ReservationState, reservation_machine
@@ -116,7 +117,9 @@ class Reservation:
     def _take_slots(self, prepared: PreparedStore) -> None:
         if prepared.slots is None:
             self._machine.record(Event.NO_SLOTS_GIVEN)
-            raise RemoteProtocolError("prepare_store: no slots from a server that announced a pool", path="prepare_store.context")
+            raise RemoteProtocolError(
+                "prepare_store: no slots from a server that announced a pool", path="prepare_store.context"
+            )
         if prepared.chunk_indices and prepared.chunk_indices[-1] >= self._num_chunks:
             where = "prepare_store.context.chunk_indices"
             raise RemoteProtocolError(f"{where}: {prepared.chunk_indices[-1]} of {self._num_chunks} chunks", path=where)
@@ -131,7 +134,8 @@ class Reservation:
                 writer.write(prepared)
                 break
             except BaseException as error:
-                # Ctrl-C in mid-copy: half-written slots must not stay, so the copy is done again, then the interruption goes on
+                # Ctrl-C in mid-copy: half-written slots must not stay, so the copy is done again, then the
+                # interruption goes on
                 interruption = error
                 if attempt + 1 == _WRITE_ATTEMPTS:
                     raise
@@ -162,12 +166,15 @@ class Reservation:
         if self._half_ttl is not None and self._clock() - self._prepared_at > self._half_ttl:
             self._machine.record(Event.TTL_PASSED)
             raise LeaseExpiredError(
-                f"{self._operation.name}: the reserved slots are older than half their TTL of {2 * self._half_ttl:g} s (a suspended "
+                f"{self._operation.name}: the reserved slots are older than half their TTL of "
+                f"{2 * self._half_ttl:g} s (a suspended "
                 "process, or a copy that took too long); nothing was published"
             )
 
     def give_up(self, writer: SlotWriter | None) -> Unresolved | None:
-        """Called when the call ends in between: completes what it can now, and gives what stays open to be finished later."""
+        """Called when the call ends in between: completes what it can now, and gives what stays open to be finished
+        later.
+        """
         if not self.unresolved:
             return None
         if self._machine.state in (ReservationState.PREPARING, ReservationState.COMMITTING):

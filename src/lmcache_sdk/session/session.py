@@ -1,10 +1,11 @@
 """Opens everything that talks to one server, in order, and closes it in reverse.
 
-A `Session` owns the ZeroMQ context, the pool of channels, the registration, the mapping of the server's pool and the wake pipe.
-`operation` is the only way to do a call: it checks that the session is open and belongs to this process, holds the key's gate,
-lends a channel, and ends the server's session. `close` is idempotent and bounded: it wakes the calls that wait (they fail with
-`SessionClosedError` and give back what they hold), finishes open reservations, and unregisters only when none is left: the server
-publishes the slots of an instance that unregisters with a reservation open (PROTOCOL.md section 6).
+A `Session` owns the ZeroMQ context, the pool of channels, the registration, the mapping of the server's pool and the
+wake pipe. `operation` is the only way to do a call: it checks that the session is open and belongs to this process,
+holds the key's gate, lends a channel, and ends the server's session. `close` is idempotent and bounded: it wakes the
+calls that wait (they fail with `SessionClosedError` and give back what they hold), finishes open reservations, and
+unregisters only when none is left: the server publishes the slots of an instance that unregisters with a reservation
+open (PROTOCOL.md section 6).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Session:
         self._pid = os.getpid()
         self._machine = session_machine()
         self._changed = threading.Condition()
-        self._gate = KeyGate(self._changed, self._check_open)
+        self._gate = KeyGate(self._changed, self.check_open)
         self._active = 0
         self._instances: list[InstanceId] = []
         self._unresolved: dict[Hashable, list[Unresolved]] = {}
@@ -64,7 +65,9 @@ class Session:
 
     # ---- opening ----------------------------------------------------------------------------------------------------
 
-    def register(self, model_name: str, shape: registration.RegisteredShape, deadline: Deadline) -> tuple[InstanceId, Registered]:
+    def register(
+        self, model_name: str, shape: registration.RegisteredShape, deadline: Deadline
+    ) -> tuple[InstanceId, Registered]:
         """Registers a new instance under `model_name`; `close` unregisters it."""
         instance_id = registration.new_instance_id()
         with self._channels.borrow(deadline, "connect") as channel:
@@ -126,7 +129,9 @@ class Session:
             if not waiting[0].finish(deadline):
                 with self._changed:
                     self._unresolved.setdefault(key, []).extend(waiting)
-                raise deadline.exceeded(f"{step}: an earlier store of the same tokens, which the server has not answered")
+                raise deadline.exceeded(
+                    f"{step}: an earlier store of the same tokens, which the server has not answered"
+                )
             operation = waiting.pop(0).operation
             operation.channel.kept = False
             operation.end()
@@ -135,7 +140,7 @@ class Session:
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         with self._changed:
-            self._check_open()
+            self.check_open()
             self._active += 1
         try:
             yield
@@ -147,10 +152,20 @@ class Session:
             if last:
                 self._release()
 
-    def _check_open(self) -> None:
+    def pause(self, seconds: float) -> None:
+        """Waits a moment; a close of the session ends it with SessionClosedError."""
+        deadline = Deadline.after(seconds)
+        with self._changed:
+            while not deadline.passed:
+                self.check_open()
+                self._changed.wait(deadline.remaining())
+
+    def check_open(self) -> None:
+        """Raises SessionClosedError when it is closed or belongs to another process."""
         if os.getpid() != self._pid:
             raise SessionClosedError(
-                f"this context belongs to process {self._pid}, and this is its forked child {os.getpid()}: a connection cannot be "
+                f"this context belongs to process {self._pid}, and this is its forked child {os.getpid()}: a "
+                "connection cannot be "
                 "shared across a fork; call connect() in the child"
             )
         if self._machine.state in (SessionState.CLOSING, SessionState.CLOSED):
@@ -193,7 +208,9 @@ class Session:
             try:
                 self._finish_unresolved(key, deadline, "close")
             except KVCacheSDKError as error:
-                _log.warning("close: a reservation stays open, so the registration is left to the server's grace: %s", error)
+                _log.warning(
+                    "close: a reservation stays open, so the registration is left to the server's grace: %s", error
+                )
         return not self._unresolved
 
     def _unregister_all(self, deadline: Deadline) -> None:
@@ -222,7 +239,9 @@ class Session:
         os.close(self._wake_write)
 
     def abandon(self) -> None:
-        """For a context that was dropped without close: one UNREGISTER that nobody waits for, then everything is freed."""
+        """For a context that was dropped without close: one UNREGISTER that nobody waits for, then everything is
+        freed.
+        """
         if os.getpid() != self._pid or self.closed:
             return
         with self._changed:

@@ -1,19 +1,19 @@
-"""The server's pool mapped here by shm_open + mmap; never created, never unlinked, never shown to the resource tracker.
+"""The server's pool mapped here by shm_open + mmap; never created, never unlinked, never shown to the resource
+tracker.
 
-Takes the name and size of a registration's reply. Refuses a name that is a path, a segment that is missing or whose size is not
-the one announced: a pool that cannot be seen must not turn into a silent fallback, because an shm server answers retrieves with
-slots only (FAULTS.md 13.1 to 13.3). `multiprocessing.shared_memory` is not used: its tracker deletes segments that this
-process only attached.
+Takes the name and size of a registration's reply. Refuses a name that is a path, a segment that is missing or whose
+size is not the one announced: a pool that cannot be seen must not turn into a silent fallback, because an shm server
+answers retrieves with slots only (FAULTS.md 13.1 to 13.3). `multiprocessing.shared_memory` is not used: its tracker
+deletes segments that this process only attached.
 """
 
 from __future__ import annotations
 
+import _posixshmem
 import mmap
 import os
 import re
 from typing import Final
-
-import _posixshmem
 
 from lmcache_sdk.errors import ConnectError, RemoteProtocolError
 from lmcache_sdk.values import override
@@ -21,8 +21,10 @@ from lmcache_sdk.values import override
 _NAME: Final = re.compile(r"^lmcache_l1_pool_[A-Za-z0-9_.\-]{1,200}$")
 """The server adds this prefix to whatever name it was started with (PROTOCOL.md section 10)."""
 _HOW_TO_SHARE: Final = (
-    "The server hands out slots in shared memory, so this process must see the same /dev/shm: run it on the server's host; in "
-    "containers share it (docker: --ipc=host, or --ipc=container:SERVER; Kubernetes: one emptyDir of medium Memory mounted at "
+    "The server hands out slots in shared memory, so this process must see the same /dev/shm: run it on the "
+    "server's host; in "
+    "containers share it (docker: --ipc=host, or --ipc=container:SERVER; Kubernetes: one emptyDir of medium Memory "
+    "mounted at "
     "/dev/shm in both). Or start the server with --shm-name '' to send tensors inline"
 )
 
@@ -30,17 +32,22 @@ _HOW_TO_SHARE: Final = (
 class SharedPool:
     """The mapping of the server's first-tier pool.
 
-    `buffer` is a writable view of the whole of it. Tensors made on it keep the mapping alive: `close` unmaps only when none is
-    left, and otherwise leaves it to the last of them, because unmapping under a live view is a segmentation fault.
+    `buffer` is a writable view of the whole of it. Tensors made on it keep the mapping alive: `close` unmaps only
+    when none is left, and otherwise leaves it to the last of them, because unmapping under a live view is a
+    segmentation fault.
     """
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
         self.size = size
         if not _NAME.match(name):
-            raise RemoteProtocolError(f"register.shm_name: not the name of a pool: {name[:80]!r}", path="register.shm_name")
+            raise RemoteProtocolError(
+                f"register.shm_name: not the name of a pool: {name[:80]!r}", path="register.shm_name"
+            )
         if size <= 0:
-            raise RemoteProtocolError(f"register.pool_size: expected more than 0, got {size}", path="register.pool_size")
+            raise RemoteProtocolError(
+                f"register.pool_size: expected more than 0, got {size}", path="register.pool_size"
+            )
         fd = _open(name)
         try:
             found = os.fstat(fd)
@@ -71,7 +78,8 @@ class SharedPool:
 def unproven(name: str) -> ConnectError:
     """The error for a segment that has the right name and size and still is not the server's."""
     return ConnectError(
-        f"the segment /dev/shm/{name} seen here is not the server's: bytes that the server wrote into its pool did not show up. "
+        f"the segment /dev/shm/{name} seen here is not the server's: bytes that the server wrote into its pool did "
+        "not show up. "
         f"{_HOW_TO_SHARE}"
     )
 
@@ -83,7 +91,8 @@ def _open(name: str) -> int:
         raise ConnectError(f"the server's pool /dev/shm/{name} does not exist here. {_HOW_TO_SHARE}") from error
     except PermissionError as error:
         raise ConnectError(
-            f"the server's pool /dev/shm/{name} may not be opened by this user: the server creates it for its own user only "
+            f"the server's pool /dev/shm/{name} may not be opened by this user: the server creates it for its own "
+            "user only "
             "(mode 0600); run this process as that user"
         ) from error
     except OSError as error:

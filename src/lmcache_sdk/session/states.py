@@ -139,7 +139,9 @@ class Machine(Generic[S]):
         """Moves to the state that the table names; raises LocalProtocolError when it names none."""
         following = self._table[self.state].get(event)
         if following is None:
-            raise LocalProtocolError(f"{type(self.state).__name__} {self.state.name}: {event.value} is not possible here")
+            raise LocalProtocolError(
+                f"{type(self.state).__name__} {self.state.name}: {event.value} is not possible here"
+            )
         self.state = following
         return following
 

@@ -18,8 +18,8 @@ class Transport(Protocol):
     def receive(self, deadline: Deadline, *, interruptible: bool = True) -> list[Buffer] | None:
         """The next message, or None when the deadline passed first.
 
-        Raises ConnectionLostError when the peer went away, ConnectError when it was never there, SessionClosedError when the
-        session is being closed and the wait is interruptible (clean-up is not).
+        Raises ConnectionLostError when the peer went away, ConnectError when it was never there, SessionClosedError
+        when the session is being closed and the wait is interruptible (clean-up is not).
         """
 
     def close(self, linger: float = 0.0) -> None:

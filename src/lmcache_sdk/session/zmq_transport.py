@@ -1,9 +1,10 @@
 """A DEALER socket that knows when its peer goes away; the only importer of zmq.
 
-Contract: `open_dealer` returns after the ZMTP handshake, so that a wrong address is told apart from a slow server. The socket
-never reconnects (RECONNECT_IVL -1): a DEALER that does keeps its unsent requests and replays them into whatever server comes
-next (FAULTS.md A6). Loss is an event of the socket's monitor and ends a wait at once. A wait also ends when the session's wake
-pipe is written to. No empty delimiter, no identity, no heartbeat frames (PROTOCOL.md section 1).
+Contract: `open_dealer` returns after the ZMTP handshake, so that a wrong address is told apart from a slow server.
+The socket never reconnects (RECONNECT_IVL -1): a DEALER that does keeps its unsent requests and replays them into
+whatever server comes next (FAULTS.md A6). Loss is an event of the socket's monitor and ends a wait at once. A wait
+also ends when the session's wake pipe is written to. No empty delimiter, no identity, no heartbeat frames
+(PROTOCOL.md section 1).
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ ZmqContext = zmq.Context[_Socket]
 _COPY_BELOW: Final = 65_536
 """Frames up to this many bytes are copied out of zmq's message; a view of a larger one is worth its bookkeeping."""
 
-_LOST: Final = {zmq.Event.DISCONNECTED: "the server closed the connection", zmq.Event.CLOSED: "the connection was closed"}
+_LOST: Final = {
+    zmq.Event.DISCONNECTED: "the server closed the connection",
+    zmq.Event.CLOSED: "the connection was closed",
+}
 _REFUSED: Final[Mapping[int, str]] = {
     zmq.Event.CLOSED: "connection refused",
     zmq.Event.DISCONNECTED: "the peer closed the connection before the ZMTP handshake",
@@ -94,12 +98,14 @@ class ZmqTransport:
                 raise ConnectError(f"{step}: cannot connect to the ZMQ url {self._url}: {_REFUSED[event]}")
 
     def send(self, frames: Sequence[Buffer]) -> None:
+        """Queues one message; large frames are not copied and must stay unchanged until they are out."""
         if self._lost is not None:
             raise ConnectionLostError(f"{self._url}: {self._lost}", fate=Fate.NOT_SENT)
         with _translated(self._url, ConnectionLostError, Fate.UNKNOWN):
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
 
     def receive(self, deadline: Deadline, *, interruptible: bool = True) -> list[Buffer] | None:
+        """The next message, or None when the deadline passed; see `Transport.receive`."""
         with _translated(self._url, ConnectionLostError, Fate.UNKNOWN):
             while True:
                 frames = self._receive_now()

@@ -1,0 +1,25 @@
+"""A user call lives here."""
+
+from lmcache_sdk.facade.arguments import (
+    TokenSequence,
+    checked_api_key,
+    checked_choice,
+    checked_model_name,
+)
+from lmcache_sdk.facade.connecting import TRANSPORTS, ConnectArguments, open_connection, usage_of_layout
+from lmcache_sdk.facade.context import LMCacheKVCacheContext
+from lmcache_sdk.facade.results import LookupResult, StoreResult
+
+__all__ = [
+    "TRANSPORTS",
+    "ConnectArguments",
+    "LMCacheKVCacheContext",
+    "LookupResult",
+    "StoreResult",
+    "TokenSequence",
+    "checked_api_key",
+    "checked_choice",
+    "checked_model_name",
+    "open_connection",
+    "usage_of_layout",
+]

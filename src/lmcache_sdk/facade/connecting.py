@@ -1,0 +1,232 @@
+"""The handshake of connect, in its order, under one deadline.
+
+Addresses, release, configuration, status, geometry, registration, pool, proof: each step refuses what the next one
+could be hurt by, and whatever was taken is given back when a later step fails. No ZMQ frame leaves before the release
+is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Final
+
+import attrs
+
+from lmcache_sdk.errors import KVCacheSDKError, LayoutError, NotRegisteredError, UnsupportedError, UsageError
+from lmcache_sdk.facade.canary import CANARY_LAYOUT, prove
+from lmcache_sdk.facade.transfer import Endpoint
+from lmcache_sdk.layout import KVLayout, check_uncompressed, dtype_name, layout_from_document
+from lmcache_sdk.protocol import (
+    CacheContextEntry,
+    engine_driven_entries,
+    model_entries,
+    parse_layout,
+    registered_models,
+)
+from lmcache_sdk.session import (
+    Addresses,
+    Deadline,
+    Identity,
+    RegisteredShape,
+    ServerFacts,
+    Session,
+    discover,
+    private_model_name,
+)
+
+TRANSPORTS: Final = ("shm", "inline")
+
+
+@attrs.frozen
+class ConnectArguments:
+    """The checked arguments of connect."""
+
+    addresses: Addresses
+    model_name: str
+    layout: KVLayout | None
+    dialect: str | None
+    api_key: str | None
+    transport: str | None
+
+
+@attrs.frozen
+class ModelFacts:
+    """What is known of the model's cache."""
+
+    layout: KVLayout | None
+    """The geometry for stores; None when nobody has told it."""
+    layout_problem: str
+    """Why `layout` is None although the server publishes one; empty otherwise."""
+    prewarm: bool
+    """No engine holds the model: the real name is registered, with the caller's layout."""
+
+
+@attrs.frozen
+class Connection:
+    """What connect made."""
+
+    endpoint: Endpoint
+    facts: ServerFacts
+    model: ModelFacts
+
+
+def open_connection(arguments: ConnectArguments, deadline: Deadline) -> Connection:
+    """Does the handshake; raises one of the errors of `kvcache.connect`."""
+    facts = discover(arguments.addresses, arguments.api_key, arguments.dialect, deadline)
+    model = _model_facts(facts, arguments)
+    session = Session(arguments.addresses, facts.dialect)
+    with contextlib.ExitStack() as stack:
+        stack.callback(session.close)
+        endpoint = _open_session(session, facts, model, arguments, deadline)
+        stack.pop_all()
+    return Connection(endpoint, facts, model)
+
+
+def _open_session(
+    session: Session, facts: ServerFacts, model: ModelFacts, arguments: ConnectArguments, deadline: Deadline
+) -> Endpoint:
+    shape = registered_shape(model.layout or CANARY_LAYOUT, facts)
+    name = arguments.model_name if model.prewarm else private_model_name()
+    instance_id, registered = session.register(name, shape, deadline)
+    _check_transport(arguments.transport, "shm" if registered.shm_name else "inline", facts)
+    session.map_pool(registered)
+    session.opened()
+    l1 = facts.status.storage_manager.l1_manager
+    identity = Identity(arguments.model_name, 1, instance_id, facts.chunk_size)
+    endpoint = Endpoint(session, identity, l1.read_ttl_seconds, l1.write_ttl_seconds, l1.memory_total_bytes)
+    if session.pool is not None or facts.dialect_was_named:
+        canary_name = private_model_name()
+        canary_id, _ = session.register(canary_name, registered_shape(CANARY_LAYOUT, facts), deadline)
+        prove(attrs.evolve(endpoint, identity=Identity(canary_name, 1, canary_id, facts.chunk_size)), deadline)
+        session.unregister(canary_id, deadline)
+    return endpoint
+
+
+def registered_shape(layout: KVLayout, facts: ServerFacts) -> RegisteredShape:
+    """The numbers of a registration with this geometry."""
+    slots = facts.chunk_size * layout.slots_per_block // layout.tokens_per_block
+    return RegisteredShape(
+        block_size=layout.tokens_per_block,
+        num_layers=layout.num_layers,
+        hidden_dim_size=layout.hidden_dim,
+        dtype_name=dtype_name(layout.dtype),
+        one_plane=layout.one_plane,
+        num_physical_slots=slots,
+    )
+
+
+def _check_transport(asked: str | None, found: str, facts: ServerFacts) -> None:
+    if asked is None or asked == found:
+        return
+    if asked == "shm":
+        wanted = facts.config.mp.shm_name
+        detail = (
+            f"it was started with --shm-name {wanted!r} and announces no pool all the same: /dev/shm may be too "
+            "small, or its memory "
+            "lazily allocated (--no-l1-use-lazy)"
+            if wanted
+            else "start it with --shm-name NAME"
+        )
+    else:
+        detail = "start it with --shm-name ''"
+    raise UnsupportedError(
+        f"connect: transport={asked!r} was asked for, but the server decides and moves tensors {found}; {detail}",
+        request="connect",
+        dialect=facts.dialect.release,
+    )
+
+
+# ---- the model
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _model_facts(facts: ServerFacts, arguments: ConnectArguments) -> ModelFacts:
+    entries = model_entries(facts.status, arguments.model_name)
+    if entries:
+        _check_world_size(entries, facts)
+        return _published(entries, arguments)
+    driven = engine_driven_entries(facts.status, arguments.model_name)
+    if any(entry.world_size > 1 for entry in driven.values()):
+        raise _tensor_parallel(arguments.model_name, max(entry.world_size for entry in driven.values()), facts)
+    if not driven and arguments.layout is None:
+        raise _not_registered(arguments.model_name, facts)
+    if arguments.layout is not None:
+        check_uncompressed(arguments.layout)
+    return ModelFacts(arguments.layout, "", prewarm=not driven)
+
+
+def _check_world_size(entries: dict[str, CacheContextEntry], facts: ServerFacts) -> None:
+    largest = max(entries.values(), key=lambda entry: entry.world_size)
+    if largest.world_size > 1:
+        raise _tensor_parallel(largest.model_name, largest.world_size, facts)
+
+
+def _published(entries: dict[str, CacheContextEntry], arguments: ConnectArguments) -> ModelFacts:
+    """The layout that the engine's entries name; they must agree with each other and with the caller's."""
+    layouts: dict[str, KVLayout] = {}
+    problem = ""
+    for path, entry in entries.items():
+        where = f"{path}.kv_cache_layout"
+        try:
+            document = parse_layout(entry.kv_cache_layout, where)
+            layouts[path] = layout_from_document(document, where)
+        except UnsupportedError:
+            raise
+        except KVCacheSDKError as error:
+            problem = str(
+                error
+            )  # an object describes itself: what cannot be decoded prevents storing, never retrieving
+    if len(set(layouts.values())) > 1:
+        shown = "; ".join(f"{path}: {layout.describe()}" for path, layout in layouts.items())
+        raise LayoutError(f"connect: engines registered {arguments.model_name!r} with different layouts: {shown}")
+    found = None if problem else next(iter(layouts.values()), None)
+    if found is not None:
+        check_uncompressed(found)
+    if arguments.layout is None:
+        return ModelFacts(found, problem, prewarm=False)
+    if found is not None and not same_objects(found, arguments.layout):
+        raise LayoutError(
+            f"connect: layout={arguments.layout.describe()} was given, but the engine's layout of "
+            f"{arguments.model_name!r} is "
+            f"{found.describe()}; leave layout out to use the engine's"
+        )
+    check_uncompressed(arguments.layout)
+    return ModelFacts(found or arguments.layout, "", prewarm=False)
+
+
+def same_objects(one: KVLayout, other: KVLayout) -> bool:
+    """Whether two layouts store the same bytes: heads and blocks may be unknown in one of them."""
+    return (one.num_layers, one.planes, one.hidden_dim, one.dtype) == (
+        other.num_layers,
+        other.planes,
+        other.hidden_dim,
+        other.dtype,
+    )
+
+
+def _tensor_parallel(model_name: str, world_size: int, facts: ServerFacts) -> UnsupportedError:
+    return UnsupportedError(
+        f"connect: {model_name!r} is registered with world_size {world_size}: its cache is cut into one shard per "
+        "rank, which this "
+        "version does not put together; it would return a part of it",
+        request="connect",
+        dialect=facts.dialect.release,
+    )
+
+
+def _not_registered(model_name: str, facts: ServerFacts) -> NotRegisteredError:
+    known = registered_models(facts.status)
+    listed = ", ".join(map(repr, known)) if known else "none"
+    return NotRegisteredError(
+        f"connect: no engine has registered {model_name!r} (registered: {listed}). Check the name, start the engine "
+        "first, or pass "
+        "layout=KVLayout(...) to store before an engine comes",
+        registered_models=known,
+    )
+
+
+def usage_of_layout(layout: object) -> KVLayout | None:
+    """The caller's layout argument, checked."""
+    if layout is None or isinstance(layout, KVLayout):
+        return layout
+    raise UsageError(f"layout: expected a KVLayout, got {type(layout).__name__}; see KVLayout.from_status")

@@ -1,0 +1,50 @@
+"""A shape lives here: dtypes, axes, geometry, chunks, views, inline payloads. Torch and arithmetic; no I/O, no lock."""
+
+from lmcache_sdk.layout.axes import HIDDEN, KV, LAYER, TOKEN
+from lmcache_sdk.layout.blobs import (
+    max_chunks_per_payload,
+    payload_frame_nbytes,
+    payload_of_tensors,
+    read_payload,
+    read_stored_payload,
+    write_payload,
+    write_payload_into,
+)
+from lmcache_sdk.layout.chunking import batches, chunk_range, tail_tokens, token_range, whole_chunks
+from lmcache_sdk.layout.dtypes import dtype_from_name, dtype_name, itemsize
+from lmcache_sdk.layout.geometry import KVLayout, check_uncompressed, layout_from_document, layout_from_object
+from lmcache_sdk.layout.packing import check_kv, new_result, pack_chunk, unpack
+from lmcache_sdk.layout.views import as_chunk, check_disjoint, slot_view
+
+__all__ = [
+    "HIDDEN",
+    "KV",
+    "LAYER",
+    "TOKEN",
+    "KVLayout",
+    "as_chunk",
+    "batches",
+    "check_disjoint",
+    "check_kv",
+    "check_uncompressed",
+    "chunk_range",
+    "dtype_from_name",
+    "dtype_name",
+    "itemsize",
+    "layout_from_document",
+    "layout_from_object",
+    "max_chunks_per_payload",
+    "new_result",
+    "pack_chunk",
+    "payload_frame_nbytes",
+    "payload_of_tensors",
+    "read_payload",
+    "read_stored_payload",
+    "slot_view",
+    "tail_tokens",
+    "token_range",
+    "unpack",
+    "whole_chunks",
+    "write_payload",
+    "write_payload_into",
+]

@@ -1,0 +1,120 @@
+"""One tensor `[kv, layer, token, hidden]` <-> its chunks.
+
+`check_kv` is the one gate for a user's tensor; after it nothing about the tensor can fail any more, which matters
+because a store that fails half way leaves reserved slots behind. Copies are bytes moved between equal dtypes, so NaN
+patterns survive; each is one call for one chunk, whatever the strides of the source, and the whole tensor is never
+copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lmcache_sdk.errors import ArgumentTypeError, Fate, ShapeMismatchError
+from lmcache_sdk.layout.axes import HIDDEN, KV, LAYER, OBJECT_RANK, TOKEN
+from lmcache_sdk.layout.dtypes import itemsize
+from lmcache_sdk.layout.geometry import KVLayout
+
+_AXES = ((KV, "planes"), (LAYER, "layers"), (HIDDEN, "elements per token and layer"))
+
+
+def check_kv(kv: object, layout: KVLayout, num_tokens: int) -> torch.Tensor:
+    """Checks everything about a tensor that is to be stored, before anything is sent.
+
+    Args:
+        kv: what the user gave: `[planes, layers, num_tokens, hidden_dim]` on any device.
+        layout: what the cache holds.
+        num_tokens: how many token ids were given with it.
+
+    Returns:
+        The tensor itself, detached from autograd; no copy.
+
+    Raises:
+        ArgumentTypeError: not a tensor with data of its own in the usual strided form.
+        ShapeMismatchError: another shape or dtype than the cache's.
+    """
+    if not isinstance(kv, torch.Tensor):
+        hint = "; torch.from_numpy(...) makes one" if type(kv).__module__ == "numpy" else ""
+        raise ArgumentTypeError(f"kv: expected a torch.Tensor, got {type(kv).__name__}{hint}")
+    _check_has_data(kv)
+    expected = (layout.planes, layout.num_layers, num_tokens, layout.hidden_dim)
+    if kv.dtype != layout.dtype:
+        raise _mismatch(kv, expected, layout, _dtype_advice(kv.dtype, layout.dtype))
+    if kv.dim() != OBJECT_RANK:
+        raise _mismatch(kv, expected, layout, _rank_advice(kv, layout))
+    for axis, name in _AXES:
+        if kv.size(axis) != expected[axis]:
+            raise _mismatch(kv, expected, layout, f"the cache has {expected[axis]} {name}, this tensor {kv.size(axis)}")
+    if kv.size(TOKEN) != num_tokens:
+        raise _mismatch(
+            kv, expected, layout, f"one row per token id is needed: {num_tokens} ids, {kv.size(TOKEN)} rows"
+        )
+    return kv.detach()
+
+
+def pack_chunk(kv: torch.Tensor, chunk_index: int, chunk_size: int, out: torch.Tensor) -> None:
+    """Copies one chunk of a checked tensor into a slot, `[kv, layer, token, hidden]` or `[layer, token, hidden]`."""
+    source = kv.detach().narrow(TOKEN, chunk_index * chunk_size, chunk_size)
+    if out.dim() == OBJECT_RANK - 1 and source.size(KV) == 1:
+        source = source.select(KV, 0)
+    _copy(source, out)
+
+
+def unpack(chunks: Sequence[torch.Tensor], out: torch.Tensor, first_chunk: int) -> None:
+    """Copies consecutive objects into a result, all `[kv, layer, token, hidden]`."""
+    for index, chunk in enumerate(chunks, first_chunk):
+        chunk_size = chunk.size(TOKEN)
+        _copy(chunk, out.narrow(TOKEN, index * chunk_size, chunk_size))
+
+
+def new_result(chunk_shape: Sequence[int], num_chunks: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised contiguous CPU tensor for that many objects side by side along their tokens."""
+    shape = list(chunk_shape)
+    shape[TOKEN] *= num_chunks
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
+    # copy_ would broadcast another shape and convert another dtype, and say nothing
+    if source.shape != out.shape or source.dtype != out.dtype:
+        expected, found = (f"{list(each.shape)} {each.dtype}" for each in (out, source))
+        raise ShapeMismatchError(f"expected {expected}, found {found}", expected=expected, found=found)
+    out.copy_(source)
+
+
+def _check_has_data(kv: torch.Tensor) -> None:
+    if kv.is_nested or kv.layout != torch.strided:
+        raise ArgumentTypeError(
+            f"kv: a {'nested' if kv.is_nested else kv.layout} tensor is not taken; make it dense first"
+        )
+    if kv.device.type == "meta":
+        raise ArgumentTypeError("kv: a tensor on the meta device has no data to store")
+    if kv.device.type != "cpu" and kv.numel():
+        try:
+            kv.detach()[(slice(0, 1),) * kv.dim()].to("cpu")
+        except (RuntimeError, NotImplementedError) as error:
+            raise ArgumentTypeError(f"kv: a tensor on {kv.device} cannot be copied to the CPU") from error
+
+
+def _mismatch(kv: torch.Tensor, shape: Sequence[int], layout: KVLayout, advice: str) -> ShapeMismatchError:
+    expected, found = f"{list(shape)} {layout.dtype}", f"{list(kv.shape)} {kv.dtype}"
+    message = f"kv: expected {expected} ([planes, layers, tokens, hidden]), got {found}: {advice}"
+    return ShapeMismatchError(message, expected=expected, found=found, fate=Fate.NOT_SENT)
+
+
+def _dtype_advice(found: torch.dtype, expected: torch.dtype) -> str:
+    if found.is_floating_point and expected.is_floating_point and itemsize(found) >= itemsize(expected):
+        return f"convert with kv.to({expected}) if the values are meant"
+    if itemsize(found) == itemsize(expected):
+        return f"reinterpret with kv.view({expected}) if these are the cache's bytes"
+    return "the cache's dtype is not converted to"
+
+
+def _rank_advice(kv: torch.Tensor, layout: KVLayout) -> str:
+    if layout.one_plane and kv.dim() == OBJECT_RANK - 1:
+        return "add the axis of the one plane with kv.unsqueeze(0)"
+    if kv.dim() == OBJECT_RANK + 1:
+        return "join heads and head size with kv.flatten(-2)"
+    return f"four axes are needed, not {kv.dim()}"

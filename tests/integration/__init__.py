@@ -1,0 +1,1 @@
+"""Tests against the released servers; README.md tells how to run them."""

@@ -1,0 +1,1 @@
+"""Programs as users write them, run as processes of their own."""

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_sdk.layout import batches, chunk_range, tail_tokens, token_range, whole_chunks
+from lmcache_sdk.values import TokenRange
+
+sizes = st.integers(1, 2000)
+counts = st.integers(0, 50_000)
+
+
+@given(counts, sizes)
+def test_whole_chunks_and_tail_make_up_the_tokens(num_tokens: int, chunk_size: int) -> None:
+    chunks, tail = whole_chunks(num_tokens, chunk_size), tail_tokens(num_tokens, chunk_size)
+    assert chunks * chunk_size + tail == num_tokens
+    assert 0 <= tail < chunk_size
+
+
+@given(st.integers(0, 300), st.integers(1, 100), st.integers(0, 5000))
+def test_batches_cover_every_chunk_once_in_order(num_chunks: int, chunk_nbytes: int, max_nbytes: int) -> None:
+    found = list(batches(num_chunks, chunk_nbytes, max_nbytes))
+    assert [chunk for first, count in found for chunk in range(first, first + count)] == list(range(num_chunks))
+    assert all(count >= 1 for _, count in found)
+    assert all(count == 1 or count * chunk_nbytes <= max_nbytes for _, count in found)
+    if found:  # and no more of them than are needed
+        full = found[0][1]
+        assert all(count == full for _, count in found[:-1])
+        assert full == num_chunks or (full + 1) * chunk_nbytes > max_nbytes
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000), sizes)
+def test_token_ranges_and_chunk_ranges_are_inverse(first: int, count: int, chunk_size: int) -> None:
+    tokens = token_range(first, count, chunk_size)
+    assert tokens.num_tokens == count * chunk_size
+    assert list(chunk_range(tokens, chunk_size)) == list(range(first, first + count))
+
+
+@given(counts, counts, sizes)
+def test_a_chunk_is_in_range_exactly_when_all_its_tokens_are(start: int, length: int, chunk_size: int) -> None:
+    found = chunk_range(TokenRange(start, start + length), chunk_size)
+    nearby = range(max(0, start // chunk_size - 1), (start + length) // chunk_size + 2)
+    for chunk in nearby:
+        inside = start <= chunk * chunk_size and (chunk + 1) * chunk_size <= start + length
+        assert (chunk in found) == inside
