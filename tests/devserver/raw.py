@@ -6,8 +6,10 @@ It knows nothing of leases or sessions and never cleans up, so that a test sees 
 from __future__ import annotations
 
 import itertools
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -15,12 +17,17 @@ import torch
 import zmq
 
 from lmcache_sdk import protocol as p
+from lmcache_sdk.devserver import DevServer
+from lmcache_sdk.layout import payload_of_tensors
 from lmcache_sdk.values import CorrelationId, InstanceId, RequestId, TokenIds
 
 R = TypeVar("R")
 
-SILENCE_AFTER: Final = 0.3
-"""Seconds after which a local server that is not busy will not answer any more."""
+RELEASES: Final = tuple(p.DIALECTS)
+CHUNK: Final = 16
+"""The chunk size of most servers here."""
+SHAPE: Final = (2, 2, CHUNK, 8)
+"""What `registration()` has the server allocate."""
 
 
 class Silent(Exception):  # noqa: N818  # an observation
@@ -30,10 +37,9 @@ class Silent(Exception):  # noqa: N818  # an observation
 class RawClient:
     """One connection to a server of a given release."""
 
-    def __init__(self, url: str, release: str, *, patience: float = 10.0, silence: float = SILENCE_AFTER) -> None:
+    def __init__(self, url: str, release: str, *, patience: float = 20.0) -> None:
         self.dialect = p.dialect_named(release)
         self.patience = patience
-        self.silence = silence
         self._ids = itertools.count()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
@@ -69,29 +75,33 @@ class RawClient:
                 return p.decode_reply(self.dialect, request, frames)
         raise Silent(type(request).__name__)
 
-    def is_silent(self, request: p.Request[Any]) -> bool:
-        """Whether this request is not answered, while one sent after it is."""
-        uid = self.send(request)
-        answered = set()
-        if type(request) in _AFFINITY:
-            # wait behind it in its own lane: an unregistered instance's UNREGISTER would not
-            frames = self.receive(self.silence)
-        else:
-            frames = self.receive(self.silence)
-        if frames is not None:
-            answered.add(int(p.decode_correlation_id(frames)))
-        return uid not in answered
-
-    def raw(self, frames: Sequence[bytes], timeout: float | None = None) -> list[bytes] | None:
+    def raw(self, frames: Sequence[bytes], timeout: float = 5.0) -> list[bytes] | None:
         """Sends frames as they are; the next message, or None."""
         self.socket.send_multipart(list(frames))
-        return self.receive(self.silence if timeout is None else timeout)
+        return self.receive(timeout)
+
+    def is_silent(self, server: DevServer, request: p.Request[Any]) -> bool:
+        """Whether the server refuses this request without an answer, without waiting for what does not come."""
+        before = server.counters["refused"]
+        uid = self.send(request)
+        end = time.monotonic() + self.patience
+        while server.counters["refused"] == before and time.monotonic() < end:
+            frames = self.receive(0.001)
+            if frames is not None and p.decode_correlation_id(frames) == uid:
+                return False
+        return server.counters["refused"] > before and self.receive(0.01) is None
 
 
-_AFFINITY = (p.PrepareStore, p.CommitStore, p.PrepareRetrieve, p.CommitRetrieve)
+@contextmanager
+def running(release: str = "0.5.6", **settings: Any) -> Iterator[tuple[DevServer, RawClient]]:
+    """A server with small chunks and a client of its release."""
+    settings = {"chunk_size": CHUNK, "l1_size_bytes": 2**20, **settings}
+    with DevServer(speak=release, **settings) as server, RawClient(server.url, release) as client:
+        yield server, client
+        assert server.counters["crashed"] == 0, server.counters
 
 
-def make_key(
+def key(
     tokens: Sequence[int],
     *,
     model: str = "m",
@@ -117,7 +127,7 @@ def make_key(
     )
 
 
-def make_registration(
+def registration(
     instance_id: int,
     *,
     model: str = "m",
@@ -146,6 +156,67 @@ def make_registration(
     )
 
 
-def random_chunks(count: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Chunks of random values."""
-    return [torch.randn(tuple(shape)).to(dtype) for _ in range(count)]
+def chunks(
+    count: int, shape: Sequence[int] = SHAPE, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[torch.Tensor]:
+    """Chunks of random values, the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(tuple(shape), generator=generator).to(dtype) for _ in range(count)]
+
+
+def payload(release: str, tensors: Sequence[torch.Tensor]) -> bytes:
+    """What a client of this release sends inline."""
+    return bytes(payload_of_tensors(tensors, p.dialect_named(release).payload_form))
+
+
+def tokens_of(first: int, count: int = 2 * CHUNK) -> list[int]:
+    """Some tokens; other ones for every `first` that is a multiple of 100."""
+    return list(range(first, first + count))
+
+
+# ---- short forms of the requests -------------------------------------------------------------------------------------
+
+
+def lookup(tokens: Sequence[int], request_id: str, *, tp_size: int = 1, **parts: Any) -> p.Lookup:
+    """LOOKUP on all ranks."""
+    return p.Lookup(key=key(tokens, request_id=request_id, **{"worker_id": None, **parts}), tp_size=tp_size)
+
+
+def query(request_id: str) -> p.QueryPrefetchStatus:
+    """QUERY_PREFETCH_STATUS."""
+    return p.QueryPrefetchStatus(request_id=RequestId(request_id))
+
+
+def free(tokens: Sequence[int], request_id: str, *, tp_size: int = 1, **parts: Any) -> p.FreeLookupLocks:
+    """FREE_LOOKUP_LOCKS on all ranks."""
+    return p.FreeLookupLocks(key=key(tokens, request_id=request_id, **{"worker_id": None, **parts}), tp_size=tp_size)
+
+
+def end(request_id: str) -> p.EndSession:
+    """END_SESSION."""
+    return p.EndSession(request_id=RequestId(request_id))
+
+
+def unregister(instance_id: int) -> p.Unregister:
+    """UNREGISTER."""
+    return p.Unregister(instance_id=InstanceId(instance_id))
+
+
+def prepare_store(instance_id: int, key: p.IPCCacheServerKey) -> p.PrepareStore:
+    """PREPARE_STORE."""
+    return p.PrepareStore(key=key, instance_id=InstanceId(instance_id))
+
+
+def commit_store(instance_id: int, key: p.IPCCacheServerKey, data: bytes = b"") -> p.CommitStore:
+    """COMMIT_STORE."""
+    return p.CommitStore(key=key, instance_id=InstanceId(instance_id), data=data)
+
+
+def prepare_retrieve(instance_id: int, key: p.IPCCacheServerKey) -> p.PrepareRetrieve:
+    """PREPARE_RETRIEVE."""
+    return p.PrepareRetrieve(key=key, instance_id=InstanceId(instance_id))
+
+
+def commit_retrieve(instance_id: int, key: p.IPCCacheServerKey) -> p.CommitRetrieve:
+    """COMMIT_RETRIEVE."""
+    return p.CommitRetrieve(key=key, instance_id=InstanceId(instance_id))

@@ -118,20 +118,21 @@ def module_functions(context: LMCacheKVCacheContext, tokens: Sequence[int]) -> t
 
 def run(url: str, http_url: str) -> str:
     """Stores a random cache, reads it back under two names, and compares."""
-    context = lmc_sdk.connect(url, http_url, MODEL, 60.0, layout=LAYOUT, dialect=None, api_key=None, transport=None)
-    assert_type(context, LMCacheKVCacheContext)
-    prompt = list(range(2 * context.chunk_size))
-    other = [token + 1 for token in prompt]
-    kv = torch.randn(LAYOUT.planes, LAYOUT.num_layers, len(prompt), LAYOUT.hidden_dim).to(LAYOUT.dtype)
-    cache = PromptCache(context)
-    words = [cache.describe(), cache.put(kv, prompt), cache.put(kv, prompt), f"{cache.cached_part(prompt):.0%}"]
-    found = module_functions(context, prompt)
-    if found is None or not torch.equal(found, kv):
-        raise SystemExit("what came back is not what was stored")
-    words.append(cache.put(found, torch.tensor(other)))
-    lmc_sdk.close(context)
-    lmc_sdk.close(context)
-    if not context.closed:
+    connection = lmc_sdk.connect(url, http_url, MODEL, 60.0, layout=LAYOUT, dialect=None, api_key=None, transport=None)
+    assert_type(connection, LMCacheKVCacheContext)
+    with connection as context:
+        assert_type(context, LMCacheKVCacheContext)
+        prompt = list(range(2 * context.chunk_size))
+        other = [token + 1 for token in prompt]
+        kv = torch.randn(LAYOUT.planes, LAYOUT.num_layers, len(prompt), LAYOUT.hidden_dim).to(LAYOUT.dtype)
+        cache = PromptCache(context)
+        words = [cache.describe(), cache.put(kv, prompt), cache.put(kv, prompt), f"{cache.cached_part(prompt):.0%}"]
+        found = module_functions(context, prompt)
+        if found is None or not torch.equal(found, kv):
+            raise SystemExit("what came back is not what was stored")
+        words.append(cache.put(found, torch.tensor(other)))
+        lmc_sdk.close(context)
+    if not connection.closed:
         raise SystemExit("not closed")
     return "; ".join(words)
 

@@ -53,6 +53,12 @@ class Behaviour:
     """HTTP paths under /cache; before, there was /clear-cache."""
     has_api_key: bool
     """HTTP may be guarded by an API key."""
+    fused_has_one_plane: bool
+    """An engine's fused cache is stored as one plane; before, as two."""
+    fused_is_unprintable: bool
+    """A fused cache is shown in a format whose shape the server cannot print."""
+    names_unprintable: bool
+    """Such a format is shown by its name; before, by its number."""
     inline_by_default: bool
     """Without a pool name the server is an inline one; before, it made a pool with a name of its own."""
     default_mode: str
@@ -63,12 +69,15 @@ _SINCE: Final[Mapping[str, str]] = {
     "sessions_expire": "0.5.1",
     "release_needs_layout": "0.5.1",
     "cache_api": "0.5.1",
+    "fused_has_one_plane": "0.5.2",
+    "fused_is_unprintable": "0.5.3",
     "lookup_drops_partial_chunks": "0.5.3",
     "store_names_session": "0.5.4",
     "status_opens_session": "0.5.4",
     "inline_by_default": "0.5.4",
     "end_is_checked": "0.5.5",
     "lookup_resets_hit": "0.5.5",
+    "names_unprintable": "0.5.5",
     "counts_ranks_by_key": "0.5.6",
     "lookup_heeds_end": "0.5.6",
     "clear_has_force": "0.5.6",

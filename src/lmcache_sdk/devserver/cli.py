@@ -8,10 +8,11 @@ import signal
 import threading
 from collections.abc import Sequence
 
-from lmcache_sdk.devserver.engines import PlayedEngine, engine_of_names
+from lmcache_sdk.devserver.engines import PlayedEngine
 from lmcache_sdk.devserver.server import DevServer
 from lmcache_sdk.devserver.settings import DEFAULT_L1_NBYTES, TRANSFER_MODES
 from lmcache_sdk.errors import KVCacheSDKError
+from lmcache_sdk.layout import dtype_from_name
 from lmcache_sdk.protocol import DIALECTS
 
 MIB = 2**20
@@ -59,12 +60,12 @@ def played_engines(told: argparse.Namespace) -> list[PlayedEngine]:
         return []
     mla = told.mla or told.planes == 1
     return [
-        engine_of_names(
-            told.dtype,
+        PlayedEngine(
             model_name=told.model,
             num_layers=told.layers,
             num_kv_heads=1 if mla else told.kv_heads,
             head_dim=told.head_dim,
+            dtype=dtype_from_name(told.dtype),
             form="MLA" if mla else "FUSED" if told.fused else "NHD",
             world_size=told.world_size,
         )

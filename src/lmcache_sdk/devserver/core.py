@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import attrs
 
@@ -23,8 +24,12 @@ from lmcache_sdk.devserver.settings import Settings
 from lmcache_sdk.protocol import Dialect, IPCCacheServerKey
 from lmcache_sdk.values import InstanceId, RequestId
 
-MAX_SALT_CHARACTERS = 128
-_SALT_REFUSES = frozenset("@/\\\x00")
+MAX_SALT_CHARACTERS: Final = 128
+MAX_RANKS: Final = 4096
+MAX_CHUNKS: Final = 2**22
+"""What a key claims is bounded before anything is made of it; the real server would compute with it for hours."""
+_FIRST_ENGINE_ID: Final = 7
+_SALT_REFUSES: Final = frozenset("@/\\\x00")
 
 PendingName = tuple[object, ...]
 
@@ -73,7 +78,9 @@ class Core:
     # ---- keys --------------------------------------------------------------------------------------------------------
 
     def check_key(self, key: IPCCacheServerKey) -> None:
-        """Refuses a salt that no object may carry; the real server does so while it decodes."""
+        """Refuses a salt that no object may carry (the real server does so while it decodes) and absurd numbers."""
+        if key.world_size > MAX_RANKS or key.end // self.chunk_size > MAX_CHUNKS:
+            raise RefusedError("more ranks or chunks than this imitation counts")
         if len(key.cache_salt) > MAX_SALT_CHARACTERS or _SALT_REFUSES.intersection(key.cache_salt):
             raise RefusedError("cache_salt is too long or has a forbidden character")
 
@@ -131,6 +138,18 @@ class Core:
             return 0
         known = self.objects.num_evictable_by_age
         return self.objects.evict(max(1, int(known * self.settings.eviction_ratio)) if known else 0)
+
+    def play(self, engine: PlayedEngine) -> int:
+        """Plays one more engine; the id under which /status shows it."""
+        engine_id = max(self.engines, default=_FIRST_ENGINE_ID - 1) + 1
+        self.engines[engine_id] = engine
+        self.layouts.add(engine.layout_name, engine.stored_shape(self.behaviour, self.chunk_size))
+        return engine_id
+
+    def stop_playing(self, model_name: str) -> None:
+        """Ends the playing of every engine of a model."""
+        for engine_id in [found for found, engine in self.engines.items() if engine.model_name == model_name]:
+            self.layouts.remove(self.engines.pop(engine_id).layout_name)
 
     def held(self) -> Held:
         """What clients hold now."""

@@ -78,6 +78,8 @@ class Operations:
         """The reply; raises RefusedError when the client is to hear nothing."""
         if isinstance(request, _ENGINE_DRIVEN) and not self._core.settings.engine_driven:
             raise RefusedError("the engine-driven operations are not loaded")
+        if getattr(request, "instance_id", 0) is None and not isinstance(request, p.Ping):
+            raise RefusedError("an instance id is missing")
         key = getattr(request, "key", None)
         if key is not None:
             self._core.check_key(key)

@@ -81,7 +81,7 @@ class Pool:
     """The buffer and what of it is in use. Not thread-safe: the server's lock guards it."""
 
     def __init__(self, size: int, shm_name: str = "") -> None:
-        """Makes the buffer; FileExistsError when the shared-memory file is there already."""
+        """Makes the buffer. A file of that name is replaced, as a server does that comes back after it was killed."""
         if size < PAGE:
             raise UsageError(f"the pool needs at least {PAGE} bytes, got {size}")
         self.size = size
@@ -97,6 +97,7 @@ class Pool:
     def _map(self) -> mmap.mmap:
         if not self.shm_name:
             return mmap.mmap(-1, self.size)
+        (_SHM / self.shm_name).unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(_SHM / self.shm_name, flags, 0o600)
         try:

@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL: Final = 60.0
 """Seconds between two looks at the sessions' ages."""
-_FIRST_ENGINE_ID: Final = 7
 _TICK: Final = 0.05
 
 
@@ -135,7 +134,7 @@ class DevServer:
 
     @property
     def counters(self) -> Counter[str]:
-        """Requests by name since the start, and under "refused" those that were not answered."""
+        """Requests by name since the start; "refused" were not answered, as on the real server, "crashed" is a bug here."""
         return self._started[1].counters
 
     @property
@@ -191,20 +190,13 @@ class DevServer:
         """Plays one more engine; the id under which /status shows it."""
         core = self._started[0]
         with core.lock:
-            engine_id = max(core.engines, default=_FIRST_ENGINE_ID - 1) + 1
-            core.engines[engine_id] = engine
-            shape = engine.stored_shape(self.settings.speak, core.chunk_size)
-            core.layouts.add((engine.model_name, engine.world_size), shape)
-            return engine_id
+            return core.play(engine)
 
     def drop_engine(self, model_name: str) -> None:
         """Ends the playing of every engine of a model."""
         core = self._started[0]
         with core.lock:
-            for engine_id, engine in list(core.engines.items()):
-                if engine.model_name == model_name:
-                    del core.engines[engine_id]
-                    core.layouts.remove((engine.model_name, engine.world_size))
+            core.stop_playing(model_name)
 
     # ---- upkeep ------------------------------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ def status(core: Core) -> JsonDocument:
         if core.settings.supported_transfer_mode != "engine_driven":
             document["registered_gpu_ids"] = list(core.engines)
             document["cache_context_meta"] = {
-                str(instance_id): engine.entry(core.settings.speak) for instance_id, engine in core.engines.items()
+                str(instance_id): engine.entry(core.behaviour) for instance_id, engine in core.engines.items()
             }
         if core.settings.engine_driven:
             document["registered_non_cuda_instance_ids"] = [found for found, _ in core.instances.items()]

@@ -67,11 +67,7 @@ def lookup_chunks(
     with endpoint.session.operation(
         step, endpoint.identity, tokens, cache_salt, deadline, exclusive=False
     ) as operation:
-        lease = ReadLease(operation, endpoint.read_ttl)
-        try:
-            return lease.acquire()
-        finally:
-            lease.release(shm=endpoint.pool is not None)
+        return ReadLease(operation, endpoint.read_ttl, shm=endpoint.pool is not None).acquire()
 
 
 def retrieve_prefix(
@@ -96,12 +92,9 @@ def _retrieve_once(
     endpoint: Endpoint, layout: KVLayout | None, tokens: TokenIds, cache_salt: str, deadline: Deadline, step: str
 ) -> torch.Tensor | None:
     with endpoint.session.operation(step, endpoint.identity, tokens, cache_salt, deadline, exclusive=True) as operation:
-        lease = ReadLease(operation, endpoint.read_ttl)
-        try:
-            hit = lease.acquire()
-            return _read(endpoint, lease, layout, hit) if hit else None
-        finally:
-            lease.release(shm=endpoint.pool is not None)
+        lease = ReadLease(operation, endpoint.read_ttl, shm=endpoint.pool is not None)
+        hit = lease.acquire()
+        return _read(endpoint, lease, layout, hit) if hit else None
 
 
 def _read(endpoint: Endpoint, lease: ReadLease, layout: KVLayout | None, hit: int) -> torch.Tensor:
@@ -112,7 +105,7 @@ def _read(endpoint: Endpoint, lease: ReadLease, layout: KVLayout | None, hit: in
     while first < hit:
         count = min(hit - first, _read_batch(endpoint, layout))
         entry = lease.prepare(count)
-        chunks = _received_chunks(endpoint, lease.prepared(entry), count)
+        chunks = _received_chunks(endpoint, lease.received(entry), count)
         learned = _agreed_layout(chunks, layout, chunk_size)
         if result is None:
             result = new_result(learned.chunk_shape(chunk_size), hit, learned.dtype)
@@ -120,7 +113,7 @@ def _read(endpoint: Endpoint, lease: ReadLease, layout: KVLayout | None, hit: in
         unpack(chunks, result, first)
         del chunks
         lease.check_alive()
-        lease.commit(entry, shm=endpoint.pool is not None)
+        lease.commit(entry)
         layout, first = learned, first + count
     assert result is not None
     return result
@@ -246,22 +239,7 @@ def write_range(
         first = first_chunk + offset
         reservation = Reservation(operation, first, count, endpoint.write_ttl)
         if pool is None:
-            payload = write_payload(kv, layout, chunk_size, first, count, endpoint.payload_form)
-            _guarded(endpoint, reservation, None, payload)
+            reservation.store_inline(write_payload(kv, layout, chunk_size, first, count, endpoint.payload_form))
         else:
-            _guarded(endpoint, reservation, KVSlotWriter(kv, first, count, layout, chunk_size, pool), None)
+            reservation.store_slots(KVSlotWriter(kv, first, count, layout, chunk_size, pool))
         yield reservation.written
-
-
-def _guarded(
-    endpoint: Endpoint, reservation: Reservation, writer: KVSlotWriter | None, payload: bytearray | None
-) -> None:
-    """One batch; what an interruption leaves open is finished now or kept for later."""
-    try:
-        if writer is not None:
-            reservation.store_slots(writer)
-        elif payload is not None:
-            reservation.store_inline(payload)
-    except BaseException:
-        endpoint.session.keep_unresolved(reservation.give_up(writer))
-        raise

@@ -131,6 +131,9 @@ class _Machine:
             raise malformed(f"nothing to take at byte {self.position}")
         return self.stack.pop()
 
+    def drop(self) -> None:
+        self.pop()
+
     def pop_to_mark(self) -> list[object]:
         items: list[object] = []
         while self.stack:
@@ -260,6 +263,7 @@ _STOP: Final = ord(".")
 _OPCODES: Final[Mapping[int, Callable[[_Machine], None]]] = MappingProxyType(
     {
         ord("("): _push(_MARK),
+        ord("0"): _Machine.drop,
         ord("N"): _push(None),
         0x88: _push(True),
         0x89: _push(False),

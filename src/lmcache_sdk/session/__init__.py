@@ -4,9 +4,9 @@ from lmcache_sdk.session.addresses import Addresses, checked_addresses
 from lmcache_sdk.session.deadline import Deadline, checked_timeout
 from lmcache_sdk.session.discovery import ServerFacts, ask_status, discover
 from lmcache_sdk.session.leases import ReadLease
-from lmcache_sdk.session.operation import Identity, Operation
+from lmcache_sdk.session.operation import Identity, Operation, Probe
 from lmcache_sdk.session.registration import RegisteredShape, new_instance_id, private_model_name
-from lmcache_sdk.session.reservations import Reservation, SlotWriter, Unresolved
+from lmcache_sdk.session.reservations import Reservation, SlotWriter
 from lmcache_sdk.session.session import Session
 from lmcache_sdk.session.shared_memory import SharedPool, unproven
 
@@ -15,6 +15,7 @@ __all__ = [
     "Deadline",
     "Identity",
     "Operation",
+    "Probe",
     "ReadLease",
     "RegisteredShape",
     "Reservation",
@@ -22,7 +23,6 @@ __all__ = [
     "Session",
     "SharedPool",
     "SlotWriter",
-    "Unresolved",
     "ask_status",
     "checked_addresses",
     "checked_timeout",

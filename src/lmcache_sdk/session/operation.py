@@ -1,22 +1,23 @@
-"""One user call on the server: one request id, one channel, and an END_SESSION that always comes, after everything
+"""One user call on the server: one request id, one channel, what must be given back, and END_SESSION after everything
 else.
 
 `Operation` makes the keys of the call (its tokens are encoded once), sends its requests under its deadline, and keeps
-what must still be answered. Leaving it waits, within a short budget of its own, for replies that are out, so that
-END_SESSION is the last thing of the session the server sees: a COMMIT handled after it would open the session again
-(PROTOCOL.md section 5). END_SESSION itself gets no answer when no engine holds the model any more; that is not an
-error of the call.
+its *obligations*: a lease to release, a reservation to complete. `finish` fulfils them in order and then ends the
+server's session, so that END_SESSION is the last thing of it the server sees: a COMMIT handled later would open it
+again (PROTOCOL.md section 5). What cannot be fulfilled in time, because the server does not answer, stays owed: the
+session keeps the operation with its channel and finishes it when answers come. END_SESSION itself gets no answer when
+no engine holds the model any more; that is no error of the call.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
-from typing import Any, Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import attrs
 
-from lmcache_sdk.errors import DeadlineExceededError, KVCacheSDKError
+from lmcache_sdk.errors import KVCacheSDKError
 from lmcache_sdk.protocol import EndSession, InFlight, IPCCacheServerKey, Request
 from lmcache_sdk.session.channel import Channel
 from lmcache_sdk.session.deadline import Deadline
@@ -25,9 +26,28 @@ from lmcache_sdk.values import InstanceId, RequestId, TokenIds, override
 R = TypeVar("R")
 _log = logging.getLogger("lmcache_sdk.session")
 
-CLEANUP_SECONDS: Final = 2.0
-"""The budget of clean-up, which runs even when the caller's deadline is spent."""
-_END_SECONDS: Final = 1.0
+CLEANUP_SECONDS: Final = 0.8
+"""The budget of a call's clean-up, which runs even when the caller's deadline is spent."""
+
+
+class Obligation(Protocol):
+    """Something the server holds for us, and how to give it back."""
+
+    def fulfil(self, deadline: Deadline) -> bool:
+        """Goes on giving it back, as far as answers come; whether nothing is owed any more. Raises no error of ours."""
+
+    def last_resort(self) -> None:
+        """What can still be sent, unanswered, when nobody will come back; only what cannot harm others."""
+
+
+class Probe(Protocol):
+    """Asks the server over HTTP what its message port does not say."""
+
+    def instance_has_left(self, instance_id: InstanceId, deadline: Deadline) -> bool:
+        """Whether the server answers and does not know this instance any more."""
+
+    def model_has_left(self, model_name: str, deadline: Deadline) -> bool:
+        """Whether the server answers and no instance holds this model any more."""
 
 
 @attrs.frozen
@@ -41,10 +61,17 @@ class Identity:
 
 
 class Operation:
-    """See the module. Made by `Session.operation`, which owns its channel and ends it."""
+    """See the module. Made by `Session.operation`, which owns its channel and finishes it."""
 
     def __init__(
-        self, name: str, channel: Channel, identity: Identity, tokens: TokenIds, cache_salt: str, deadline: Deadline
+        self,
+        name: str,
+        channel: Channel,
+        identity: Identity,
+        tokens: TokenIds,
+        cache_salt: str,
+        deadline: Deadline,
+        probe: Probe | None = None,
     ) -> None:
         self.name = name
         self.channel = channel
@@ -53,7 +80,10 @@ class Operation:
         self.cache_salt = cache_salt
         self.deadline = deadline
         self.request_id = RequestId(f"{name}-{uuid.uuid4().hex}")
-        self._sent: list[InFlight[Any]] = []
+        self._probe = probe
+        self._obligations: list[Obligation] = []
+        self._open = False
+        """Whether the server may have made a session for our request id."""
 
     @property
     def num_chunks(self) -> int:
@@ -76,9 +106,8 @@ class Operation:
 
     def submit(self, request: Request[R]) -> InFlight[R]:
         """Sends a request of this session."""
-        entry = self.channel.submit(request)
-        self._sent.append(entry)
-        return entry
+        self._open = True
+        return self.channel.submit(request)
 
     def wait(self, entry: InFlight[R]) -> R:
         """Waits for a reply under the call's deadline."""
@@ -88,40 +117,49 @@ class Operation:
         """Sends a request and waits for its reply."""
         return self.wait(self.submit(request))
 
+    def model_has_left(self, deadline: Deadline) -> bool:
+        """Whether the server says that no instance holds the model any more; False when it cannot be asked."""
+        return self._probe is not None and self._probe.model_has_left(self.identity.model_name, deadline)
+
+    def owe(self, obligation: Obligation) -> None:
+        """Adds what must be given back before the session ends."""
+        self._obligations.append(obligation)
+
     def settle(self, entry: InFlight[R], cleanup: Deadline) -> R | None:
-        """Waits for a reply during clean-up; None when it does not come or is illegal. Never raises an error of
-        ours.
-        """
+        """Waits for a reply during clean-up; None when it does not come or is illegal. Raises no error of ours."""
         try:
             return self.channel.wait(entry, cleanup, self.name, interruptible=False)
         except KVCacheSDKError as error:
             _log.debug("%s: clean-up without an answer: %s", self.name, error)
             return None
 
-    def settle_call(self, request: Request[R], cleanup: Deadline) -> R | None:
-        """Sends a request during clean-up and waits as `settle` does."""
-        try:
-            return self.settle(self.submit(request), cleanup)
-        except KVCacheSDKError as error:
-            _log.debug("%s: clean-up request not sent: %s", self.name, error)
-            return None
+    def finish(self, deadline: Deadline) -> bool:
+        """Gives back what is owed, then ends the server's session; whether nothing is owed any more."""
+        while self._obligations and not self.channel.broken:
+            if not self._obligations[0].fulfil(deadline):
+                return self.channel.broken
+            self._obligations.pop(0)
+        if self._open and not self.channel.broken:
+            self._open = False
+            try:
+                self.settle(self.channel.submit(EndSession(request_id=self.request_id)), deadline)
+            except KVCacheSDKError as error:
+                _log.debug("%s: END_SESSION was not sent: %s", self.name, error)
+        return True
 
-    def end(self) -> None:
-        """Ends the server's session, after the last reply of the operation or when the clean-up budget is spent."""
-        if not self._sent or self.channel.broken:
-            return
-        cleanup = Deadline.after(CLEANUP_SECONDS)
-        for entry in self._sent:
-            if not entry.settled:
-                self.settle(entry, cleanup)
-        ending = EndSession(request_id=self.request_id)
-        try:
-            self.channel.wait(self.channel.submit(ending), Deadline.after(_END_SECONDS), self.name, interruptible=False)
-        except DeadlineExceededError:
-            _log.debug("%s: END_SESSION was not answered; the server's session ends by its TTL", self.name)
-        except KVCacheSDKError as error:
-            _log.debug("%s: END_SESSION failed: %s", self.name, error)
+    def give_up(self) -> None:
+        """The last words of an operation that nobody will finish."""
+        for obligation in self._obligations:
+            try:
+                obligation.last_resort()
+            except KVCacheSDKError as error:
+                _log.debug("%s: %s", self.name, error)
+
+    @property
+    def owing(self) -> bool:
+        """Whether something must still be given back."""
+        return bool(self._obligations) and not self.channel.broken
 
     @override
     def __repr__(self) -> str:
-        return f"<Operation {self.name} {self.num_chunks} chunks>"
+        return f"<Operation {self.name} {self.num_chunks} chunks {len(self._obligations)} owed>"

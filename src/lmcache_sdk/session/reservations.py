@@ -1,14 +1,14 @@
 """Write slots that the server promised, from PREPARE_STORE to COMMIT_STORE; and inline stores, which need no promise.
 
-`store_slots` and `store_inline` store one range of chunks. What they guarantee (PROTOCOL.md section 6, FAULTS.md 2.2,
-6.3, 9.3):
+A `Reservation` is one range of chunks and an obligation of its operation. What it guarantees (PROTOCOL.md section 6,
+FAULTS.md 2.2, 6.3, 9.3):
 
 - a reservation can only be committed: there is no abort, and UNREGISTER or a late TTL publishes what the slots hold.
-  So after PREPARE_STORE nothing may fail: the writer has been checked before, an interrupted copy is done again and
-  committed, then the interruption goes on;
+  So after PREPARE_STORE nothing may fail: the arguments have been checked before, an interrupted copy is done again
+  and committed, then the interruption goes on;
 - empty slots are never committed: that would publish another caller's half-written slots;
-- a PREPARE that nobody answered in time is never sent again. The range is kept as a snapshot (`Unresolved`); whoever
-  uses the session next fills and commits it when the answer comes;
+- a PREPARE that was not answered in time is never sent again. The writer becomes a snapshot, and whoever finishes the
+  operation later fills and commits the slots when the answer comes;
 - slots older than half the write TTL are not written and not committed: they may be another's by then.
 """
 
@@ -18,18 +18,17 @@ import logging
 from collections.abc import Callable
 from typing import Final, Protocol
 
-import attrs
-
-from lmcache_sdk.errors import LeaseExpiredError, RemoteProtocolError
+from lmcache_sdk.errors import KVCacheSDKError, LeaseExpiredError, RemoteProtocolError
 from lmcache_sdk.protocol import Buffer, CommitStore, Committed, InFlight, PreparedStore, PrepareStore
 from lmcache_sdk.session.deadline import Deadline, boot_time
-from lmcache_sdk.session.operation import CLEANUP_SECONDS, Operation
+from lmcache_sdk.session.operation import Operation
 from lmcache_sdk.session.states import Event, ReservationState, reservation_machine
 from lmcache_sdk.values import override
 
 _log = logging.getLogger("lmcache_sdk.session")
 
 _WRITE_ATTEMPTS: Final = 3
+_DONE: Final = (ReservationState.EMPTY, ReservationState.REJECTED, ReservationState.PUBLISHED)
 
 
 class SlotWriter(Protocol):
@@ -45,21 +44,8 @@ class SlotWriter(Protocol):
         """A writer of a copy of the same data, for slots that come after the caller has gone."""
 
 
-@attrs.define(eq=False)
-class Unresolved:
-    """A reservation whose PREPARE or COMMIT was not answered in time, and how to finish it."""
-
-    operation: Operation
-    reservation: Reservation
-    writer: SlotWriter | None
-
-    def finish(self, deadline: Deadline) -> bool:
-        """Waits for the answer that is out and completes the reservation; whether it is resolved now."""
-        return self.reservation.finish_late(self.writer, deadline)
-
-
 class Reservation:
-    """The slots of one range of chunks of one operation."""
+    """The slots of one range of chunks of one operation, or its inline payload."""
 
     def __init__(
         self,
@@ -76,8 +62,11 @@ class Reservation:
         self._half_ttl = None if ttl is None else ttl / 2
         self._clock = clock
         self._machine = reservation_machine()
+        self._writer: SlotWriter | None = None
+        self._is_snapshot = False
         self._prepare: InFlight[PreparedStore] | None = None
         self._commit: InFlight[Committed] | None = None
+        self._indices: tuple[int, ...] = ()
         self._prepared_at = 0.0
         self.written: tuple[int, ...] = ()
         """The chunks that were published, counted from the operation's first."""
@@ -87,45 +76,47 @@ class Reservation:
         """Where the reservation is."""
         return self._machine.state
 
-    @property
-    def unresolved(self) -> bool:
-        """Whether the server may still hold it for us."""
-        return self._machine.state in (
-            ReservationState.PREPARING,
-            ReservationState.RESERVED,
-            ReservationState.COMMITTING,
-            ReservationState.UNCERTAIN,
-        )
+    # ---- the call ---------------------------------------------------------------------------------------------------
 
     def store_slots(self, writer: SlotWriter) -> None:
         """PREPARE_STORE, fill exactly the given slots, COMMIT_STORE."""
+        self._writer = writer
         self._prepared_at = self._clock()
-        self._prepare = self._operation.submit(
-            PrepareStore(key=self._key, instance_id=self._operation.identity.instance_id)
-        )
+        instance_id = self._operation.identity.instance_id
+        self._prepare = self._operation.submit(PrepareStore(key=self._key, instance_id=instance_id))
         self._machine.record(Event.PREPARE_SENT)
+        self._operation.owe(self)
         prepared = self._operation.wait(self._prepare)
         self._take_slots(prepared)
         if self._machine.state is ReservationState.RESERVED:
-            self._fill_and_commit(prepared, writer)
+            interruption = self._fill(prepared, writer)
+            self._send_commit(b"")
+            self._wait_verdict()
+            if interruption is not None:
+                raise interruption
 
     def store_inline(self, payload: Buffer) -> None:
         """COMMIT_STORE with the chunks themselves; `payload` brings its own MessagePack header."""
+        self._indices = tuple(range(self._num_chunks))
+        self._prepared_at = self._clock()
         self._send_commit(payload)
-        self._take_verdict(tuple(range(self._num_chunks)), self._wait_commit())
+        self._operation.owe(self)
+        self._wait_verdict()
 
     def _take_slots(self, prepared: PreparedStore) -> None:
+        """Notes what PREPARE_STORE gave; refuses what it cannot have given."""
         if prepared.slots is None:
             self._machine.record(Event.NO_SLOTS_GIVEN)
-            raise RemoteProtocolError(
-                "prepare_store: no slots from a server that announced a pool", path="prepare_store.context"
-            )
-        if prepared.chunk_indices and prepared.chunk_indices[-1] >= self._num_chunks:
-            where = "prepare_store.context.chunk_indices"
-            raise RemoteProtocolError(f"{where}: {prepared.chunk_indices[-1]} of {self._num_chunks} chunks", path=where)
+            where = "prepare_store.context"
+            raise RemoteProtocolError(f"{where}: no slots from a server that announced a pool", path=where)
         self._machine.record(Event.SLOTS_GIVEN if prepared.slots else Event.NO_SLOTS_GIVEN)
+        self._indices = prepared.chunk_indices
+        if self._indices and self._indices[-1] >= self._num_chunks:
+            where = "prepare_store.context.chunk_indices"
+            raise RemoteProtocolError(f"{where}: {self._indices[-1]} of {self._num_chunks} chunks", path=where)
 
-    def _fill_and_commit(self, prepared: PreparedStore, writer: SlotWriter) -> None:
+    def _fill(self, prepared: PreparedStore, writer: SlotWriter) -> BaseException | None:
+        """Writes the slots whole; gives the interruption that came meanwhile, to be raised after the commit."""
         writer.check(prepared)
         interruption: BaseException | None = None
         for attempt in range(_WRITE_ATTEMPTS):
@@ -134,91 +125,83 @@ class Reservation:
                 writer.write(prepared)
                 break
             except BaseException as error:
-                # Ctrl-C in mid-copy: half-written slots must not stay, so the copy is done again, then the
-                # interruption goes on
                 interruption = error
                 if attempt + 1 == _WRITE_ATTEMPTS:
                     raise
         self._check_alive()
-        self._send_commit(b"")
-        self._take_verdict(prepared.chunk_indices, self._wait_commit())
-        if interruption is not None:
-            raise interruption
+        return interruption
 
     def _send_commit(self, data: Buffer) -> None:
-        self._commit = self._operation.submit(
-            CommitStore(
-                key=self._key, instance_id=self._operation.identity.instance_id, data=data, framed=bool(len(data))
-            )
-        )
+        instance_id = self._operation.identity.instance_id
+        request = CommitStore(key=self._key, instance_id=instance_id, data=data, framed=bool(len(data)))
+        self._commit = self._operation.submit(request)
         self._machine.record(Event.COMMIT_SENT)
 
-    def _wait_commit(self) -> bool:
-        assert self._commit is not None
-        return self._operation.wait(self._commit).success
+    def _wait_verdict(self) -> None:
+        assert self._commit is not None  # narrows; both callers have just sent it
+        self._take_verdict(self._operation.wait(self._commit).success)
 
-    def _take_verdict(self, indices: tuple[int, ...], accepted: bool) -> None:
+    def _take_verdict(self, accepted: bool) -> None:
         self._machine.record(Event.COMMIT_ACCEPTED if accepted else Event.COMMIT_REFUSED)
         if accepted:
-            self.written = tuple(self._first_chunk + index for index in indices)
+            self.written = tuple(self._first_chunk + index for index in self._indices)
 
     def _check_alive(self) -> None:
         if self._half_ttl is not None and self._clock() - self._prepared_at > self._half_ttl:
-            self._machine.record(Event.TTL_PASSED)
+            # it stays owed until the whole TTL is over: to unregister before would publish the slots
             raise LeaseExpiredError(
-                f"{self._operation.name}: the reserved slots are older than half their TTL of "
-                f"{2 * self._half_ttl:g} s (a suspended "
-                "process, or a copy that took too long); nothing was published"
+                f"{self._operation.name}: the reserved slots are older than half their TTL of {2 * self._half_ttl:g} s "
+                "(a suspended process, or a copy that took too long); nothing was published"
             )
 
-    def give_up(self, writer: SlotWriter | None) -> Unresolved | None:
-        """Called when the call ends in between: completes what it can now, and gives what stays open to be finished
-        later.
-        """
-        if not self.unresolved:
-            return None
+    # ---- what an interrupted call leaves ----------------------------------------------------------------------------
+
+    def fulfil(self, deadline: Deadline) -> bool:
+        """Completes the reservation as far as answers come; see `Obligation`."""
         if self._machine.state in (ReservationState.PREPARING, ReservationState.COMMITTING):
             self._machine.record(Event.DEADLINE_PASSED)
-        if self._operation.channel.broken:
-            return None  # the answer can never come; the server's TTL decides
-        if self.finish_late(writer, Deadline.after(CLEANUP_SECONDS)):
-            return None
-        return Unresolved(self._operation, self, None if writer is None else writer.snapshot())
-
-    def finish_late(self, writer: SlotWriter | None, deadline: Deadline) -> bool:
-        """Waits for a late PREPARE or COMMIT and completes the reservation; whether nothing is open any more."""
-        if self._commit is None and self._prepare is not None and writer is not None:
-            prepared = self._operation.settle(self._prepare, deadline)
-            if prepared is None:
-                return self._settled_without(self._prepare)
-            self._complete(prepared, writer, deadline)
-        elif self._commit is not None:
+        if self._machine.state not in _DONE and self._commit is None:
+            self._complete(deadline)
+        if self._machine.state not in _DONE and self._commit is not None:
             committed = self._operation.settle(self._commit, deadline)
-            if committed is None:
-                return self._settled_without(self._commit)
-            self._take_verdict((), committed.success)
-        return not self.unresolved
+            if committed is not None:
+                self._take_verdict(committed.success)
+        if self._machine.state in _DONE:
+            return True
+        self._keep_copy()
+        return self._expired()
 
-    def _complete(self, prepared: PreparedStore, writer: SlotWriter, deadline: Deadline) -> None:
+    def _complete(self, deadline: Deadline) -> None:
+        """Fills and commits the slots of a PREPARE whose answer came late, or whose call was interrupted."""
+        if self._prepare is None or self._writer is None:
+            return
+        prepared = self._operation.settle(self._prepare, deadline)
+        if prepared is None:
+            return
         try:
             if self._machine.state is not ReservationState.RESERVED:
                 self._take_slots(prepared)
             if self._machine.state is ReservationState.RESERVED:
-                writer.check(prepared)
-                self._check_alive()
-                writer.write(prepared)
-                self._check_alive()
+                self._fill(prepared, self._writer)
                 self._send_commit(b"")
-                assert self._commit is not None
-                committed = self._operation.settle(self._commit, deadline)
-                if committed is not None:
-                    self._take_verdict(prepared.chunk_indices, committed.success)
-        except (LeaseExpiredError, RemoteProtocolError) as error:
-            _log.warning("%s: a late reservation could not be completed: %s", self._operation.name, error)
+        except (KVCacheSDKError, RuntimeError, ValueError, TypeError) as error:
+            # illegal slots, or too late: nothing may be published, and UNREGISTER would do that, so it stays owed
+            _log.warning("%s: a reservation could not be completed: %s", self._operation.name, error)
 
-    def _settled_without(self, entry: InFlight[PreparedStore] | InFlight[Committed]) -> bool:
-        """No usable answer: open for ever unless an illegal answer has come, or the connection is gone."""
-        return entry.settled or self._operation.channel.broken
+    def _keep_copy(self) -> None:
+        """From here on the caller may change its tensor."""
+        if self._writer is not None and self._commit is None and not self._is_snapshot:
+            self._writer, self._is_snapshot = self._writer.snapshot(), True
+
+    def _expired(self) -> bool:
+        """Whether the write TTL has ended it, so that there is nothing to wait for any more."""
+        if self._half_ttl is None or self._clock() - self._prepared_at < 2 * self._half_ttl:
+            return False
+        self._machine.record(Event.TTL_PASSED)
+        return True
+
+    def last_resort(self) -> None:
+        """Nothing: what cannot be committed must not be touched."""
 
     @override
     def __repr__(self) -> str:

@@ -23,9 +23,9 @@ from lmcache_sdk.session import registration
 from lmcache_sdk.session.addresses import Addresses
 from lmcache_sdk.session.channel import Channel, ChannelPool
 from lmcache_sdk.session.deadline import Deadline
+from lmcache_sdk.session.debts import DebtBook
 from lmcache_sdk.session.gate import KeyGate
-from lmcache_sdk.session.operation import CLEANUP_SECONDS, Identity, Operation
-from lmcache_sdk.session.reservations import Unresolved
+from lmcache_sdk.session.operation import CLEANUP_SECONDS, Identity, Operation, Probe
 from lmcache_sdk.session.shared_memory import SharedPool
 from lmcache_sdk.session.states import Event, SessionState, session_machine
 from lmcache_sdk.session.zmq_transport import new_context, open_dealer
@@ -33,7 +33,8 @@ from lmcache_sdk.values import InstanceId, TokenIds, override
 
 _log = logging.getLogger("lmcache_sdk.session")
 
-CLOSE_SECONDS: Final = 2 * CLEANUP_SECONDS
+CLOSE_SECONDS: Final = 1.2
+"""The budget of close for calls in flight and for what earlier calls owe; UNREGISTER has CLEANUP_SECONDS of its own."""
 _ABANDON_LINGER: Final = 0.1
 
 
@@ -51,7 +52,9 @@ class Session:
         self._gate = KeyGate(self._changed, self.check_open)
         self._active = 0
         self._instances: list[InstanceId] = []
-        self._unresolved: dict[Hashable, list[Unresolved]] = {}
+        self._debts = DebtBook(self._changed, self._take_back)
+        self.probe: Probe | None = None
+        """Asks the server over HTTP; None while there is nobody to ask."""
         self._wake_read, self._wake_write = os.pipe()
         self._context = new_context()
         self._channels = ChannelPool(self._connect)
@@ -99,43 +102,34 @@ class Session:
         self, name: str, identity: Identity, tokens: TokenIds, cache_salt: str, deadline: Deadline, *, exclusive: bool
     ) -> Iterator[Operation]:
         """One call. `exclusive` calls on the same tokens and salt come one after the other."""
+        key = (tokens, cache_salt, identity.model_name)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._entered())
-            key = (tokens, cache_salt, identity.model_name)
+            self._debts.settle(Deadline.after(0.0))
             if exclusive:
                 stack.enter_context(self._gate.hold(key, deadline, name))
-                self._finish_unresolved(key, deadline, name)
+                self._debts.settle_key(key, deadline, name)
             channel = stack.enter_context(self._channels.borrow(deadline, name))
-            made = Operation(name, channel, identity, tokens, cache_salt, deadline)
+            made = Operation(name, channel, identity, tokens, cache_salt, deadline, self.probe)
             try:
                 yield made
             finally:
-                if not channel.kept:
-                    made.end()
+                self._finish(made, key)
 
-    def keep_unresolved(self, unresolved: Unresolved | None) -> None:
-        """Keeps what a store could not finish, with its channel, until somebody can."""
-        if unresolved is not None:
-            operation = unresolved.operation
-            operation.channel.kept = True
-            key = (operation.tokens, operation.cache_salt, operation.identity.model_name)
-            with self._changed:
-                self._unresolved.setdefault(key, []).append(unresolved)
+    def _finish(self, operation: Operation, key: Hashable) -> None:
+        """Ends an operation within the clean-up budget, or keeps it as a debt with its channel."""
+        finished = False
+        try:
+            finished = operation.finish(Deadline.after(CLEANUP_SECONDS))
+        finally:
+            if not finished and operation.owing:
+                operation.channel.kept = True
+                self._debts.add(key, operation)
 
-    def _finish_unresolved(self, key: Hashable, deadline: Deadline, step: str) -> None:
-        with self._changed:
-            waiting = self._unresolved.pop(key, [])
-        while waiting:
-            if not waiting[0].finish(deadline):
-                with self._changed:
-                    self._unresolved.setdefault(key, []).extend(waiting)
-                raise deadline.exceeded(
-                    f"{step}: an earlier store of the same tokens, which the server has not answered"
-                )
-            operation = waiting.pop(0).operation
-            operation.channel.kept = False
-            operation.end()
-            self._channels.give_back(operation.channel)
+    def _take_back(self, operation: Operation) -> None:
+        """The channel of an operation that owes nothing any more."""
+        operation.channel.kept = False
+        self._channels.give_back(operation.channel)
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
@@ -193,7 +187,7 @@ class Session:
         with self._changed:
             idle = self._changed.wait_for(lambda: self._active == 0, deadline.remaining())
         try:
-            if idle and self._finish_all(deadline):
+            if idle and self._debts.settle(deadline):
                 self._unregister_all(Deadline.after(CLEANUP_SECONDS))
         finally:
             with self._changed:
@@ -201,17 +195,6 @@ class Session:
                 last = self._active == 0
             if last:
                 self._release()  # otherwise the last call does it on its way out
-
-    def _finish_all(self, deadline: Deadline) -> bool:
-        """Finishes every open reservation; whether none is left."""
-        for key in list(self._unresolved):
-            try:
-                self._finish_unresolved(key, deadline, "close")
-            except KVCacheSDKError as error:
-                _log.warning(
-                    "close: a reservation stays open, so the registration is left to the server's grace: %s", error
-                )
-        return not self._unresolved
 
     def _unregister_all(self, deadline: Deadline) -> None:
         for instance_id in list(self._instances):
@@ -229,8 +212,9 @@ class Session:
             released, self._released = self._released, True
         if released:
             return
-        for unresolved in (item for items in self._unresolved.values() for item in items):
-            unresolved.operation.channel.close()
+        for operation in self._debts.give_up():
+            operation.give_up()
+            operation.channel.close(_ABANDON_LINGER)
         self._channels.close()
         self._context.term()
         if self.pool is not None:
@@ -251,7 +235,7 @@ class Session:
         if busy:
             os.write(self._wake_write, b"!")
             return
-        if not self._unresolved:
+        if not self._debts:
             self._channels.say_goodbye(self._instances, _ABANDON_LINGER)
         self._release()
 

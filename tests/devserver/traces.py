@@ -1,0 +1,69 @@
+"""Traces: what the real servers answered to the scenarios, as text files that nobody's encoder made.
+
+One file per release and transport. `python -m tests.devserver.traces [RELEASE …]` records them anew from real servers,
+for which the environment of `make interop` must be there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from tests.devserver.raw import CHUNK, RELEASES, RawClient
+from tests.devserver.scenarios import run_all
+from tests.devserver.script import Script
+
+FOLDER: Final = Path(__file__).parent / "traces"
+TRANSPORTS: Final = ("shm", "inline")
+POOL_NBYTES: Final = 2**30
+"""The pool of every server that is compared; its size is in the registration's answer."""
+REAL_SILENCE: Final = 1.0
+"""Seconds after which a real server on a quiet machine will not answer any more."""
+
+
+def trace_file(release: str, transport: str) -> Path:
+    """Where the trace of one kind of server is."""
+    return FOLDER / f"{release}-{transport}.txt"
+
+
+def write(path: Path, scenarios: Mapping[str, Sequence[str]]) -> None:
+    """Writes a trace."""
+    text = [
+        "# Recorded from the real server by tests/devserver/traces.py. Not to be edited, not to be made from ours.",
+        "",
+    ]
+    for name, lines in scenarios.items():
+        text += [f"[{name}]", *lines, ""]
+    path.write_text("\n".join(text))
+
+
+def read(path: Path) -> dict[str, list[str]]:
+    """Reads a trace."""
+    scenarios: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in path.read_text().splitlines():
+        if line.startswith("["):
+            lines = scenarios.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            lines.append(line)
+    return scenarios
+
+
+def record(release: str, transport: str) -> None:
+    """Runs the scenarios on a real server."""
+    from tests.integration.servers import RealServer
+
+    with RealServer(release, transport="shm" if transport == "shm" else "inline", chunk_size=CHUNK) as server:
+        with RawClient(server.url, release) as client:
+            lines = run_all(lambda: Script(client, server.http_url, server.segment, silence=REAL_SILENCE))
+    write(trace_file(release, transport), lines)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for wanted in sys.argv[1:] or RELEASES:
+        for kind in TRANSPORTS:
+            record(wanted, kind)
+            print(f"recorded {trace_file(wanted, kind).name}", flush=True)

@@ -1,0 +1,165 @@
+"""A user's tensor: what is refused before anything is sent, and that every bit arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_sdk.errors import ArgumentTypeError, Fate, ShapeMismatchError
+from lmcache_sdk.layout import KVLayout, check_kv, new_result, pack_chunk, unpack
+from lmcache_sdk.layout.axes import TOKEN
+from tests.layout.golden import raw_bytes
+from tests.layout.strategies import bits, layouts
+
+LAYOUT = KVLayout(num_layers=3, dtype=torch.bfloat16, num_kv_heads=2, head_dim=4)
+MLA = KVLayout(num_layers=3, dtype=torch.bfloat16, head_dim=8, is_mla=True)
+
+
+def kv(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return bits(shape, dtype, seed=1)
+
+
+class TestCheckKV:
+    def test_the_tensor_itself_comes_back_without_autograd(self) -> None:
+        given_ = torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16, requires_grad=True)
+        checked = check_kv(given_, LAYOUT, 16)
+        assert checked.data_ptr() == given_.data_ptr()
+        assert not checked.requires_grad
+
+    @pytest.mark.parametrize(
+        "given_",
+        [
+            kv(2, 3, 8, 16).transpose(2, 3),
+            kv(2, 3, 32, 8)[:, :, ::2],
+            kv(1, 3, 16, 8).expand(2, 3, 16, 8),
+            torch.nn.Parameter(torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16)),
+        ],
+        ids=["transposed", "sliced", "stride 0", "parameter"],
+    )
+    def test_any_strided_tensor_passes(self, given_: torch.Tensor) -> None:
+        assert check_kv(given_, LAYOUT, 16).shape == given_.shape
+
+    def test_one_plane_and_empty_pass(self) -> None:
+        check_kv(kv(1, 3, 16, 8), MLA, 16)
+        check_kv(torch.zeros(2, 3, 0, 8, dtype=torch.bfloat16), LAYOUT, 0)
+
+    @pytest.mark.parametrize(
+        ("given_", "words"),
+        [
+            (None, "torch.Tensor, got NoneType"),
+            ([[1.0]], "got list"),
+            (np.zeros((2, 3, 16, 8)), "torch.from_numpy"),
+            (torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16, device="meta"), "meta"),
+            (torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16).to_sparse(), "sparse"),
+        ],
+        ids=["none", "list", "numpy", "meta", "sparse"],
+    )
+    def test_what_is_no_dense_tensor_is_refused(self, given_: Any, words: str) -> None:
+        with pytest.raises(ArgumentTypeError, match=words):
+            check_kv(given_, LAYOUT, 16)
+
+    @pytest.mark.parametrize(
+        ("given_", "words"),
+        [
+            (kv(2, 3, 16, 8, dtype=torch.float32), "kv.to\\(torch.bfloat16\\)"),
+            (kv(2, 3, 16, 8, dtype=torch.float16), "kv.to\\(torch.bfloat16\\)"),
+            (kv(2, 3, 16, 8, dtype=torch.int16), "kv.view\\(torch.bfloat16\\)"),
+            (kv(2, 3, 16, 8, dtype=torch.int64), "is not converted"),
+            (kv(3, 16, 8), "four axes are needed, not 3"),
+            (kv(2, 3, 16, 2, 4), "flatten"),
+            (kv(1, 3, 16, 8), "2 planes, this tensor 1"),
+            (kv(2, 4, 16, 8), "3 layers, this tensor 4"),
+            (kv(2, 3, 16, 9), "8 elements per token and layer, this tensor 9"),
+            (kv(2, 3, 17, 8), "16 ids, 17 rows"),
+            (kv(2, 3, 15, 8), "16 ids, 15 rows"),
+            (kv(2, 3, 1, 8), "16 ids, 1 rows"),
+            (kv(16, 3, 2, 8), "planes"),
+        ],
+    )
+    def test_another_shape_or_dtype_says_what_to_do(self, given_: torch.Tensor, words: str) -> None:
+        with pytest.raises(ShapeMismatchError, match=words) as caught:
+            check_kv(given_, LAYOUT, 16)
+        assert caught.value.fate is Fate.NOT_SENT
+        assert caught.value.expected == "[2, 3, 16, 8] torch.bfloat16"
+        assert caught.value.found == f"{list(given_.shape)} {given_.dtype}"
+        assert caught.value.found in str(caught.value)
+
+    def test_one_plane_without_its_axis_is_told_to_add_it(self) -> None:
+        with pytest.raises(ShapeMismatchError, match=r"unsqueeze\(0\)"):
+            check_kv(kv(3, 16, 8), MLA, 16)
+
+
+@given(layouts(), st.integers(1, 4), st.integers(1, 6), st.sampled_from(["plain", "transposed", "strided"]))
+def test_what_is_packed_comes_back_to_the_bit(layout: KVLayout, num_chunks: int, chunk_size: int, kind: str) -> None:
+    num_tokens = num_chunks * chunk_size
+    shape = (layout.planes, layout.num_layers, num_tokens, layout.hidden_dim)
+    source = bits(shape, layout.dtype, seed=num_tokens)
+    if kind == "transposed":
+        source = bits((shape[1], shape[0], shape[3], shape[2]), layout.dtype, seed=3).transpose(0, 1).transpose(2, 3)
+    elif kind == "strided":
+        source = bits((*shape[:2], 2 * num_tokens, shape[3]), layout.dtype, seed=4)[:, :, ::2]
+    assert tuple(source.shape) == shape
+    chunks = []
+    for index in range(num_chunks):
+        flat = layout.one_plane and index % 2 == 0
+        slot = torch.empty(layout.chunk_shape(chunk_size)[1 if flat else 0 :], dtype=layout.dtype)
+        pack_chunk(source, index, chunk_size, slot)
+        chunks.append(slot.unsqueeze(0) if flat else slot)
+    result = new_result(layout.chunk_shape(chunk_size), num_chunks, layout.dtype)
+    assert result.is_contiguous()
+    assert tuple(result.shape) == shape
+    unpack(chunks[:1], result, 0)
+    unpack(chunks[1:], result, 1)
+    assert raw_bytes(result) == raw_bytes(source)
+    if kind == "plain":  # and each chunk holds its own tokens
+        for index, chunk in enumerate(chunks):
+            expected = source[:, :, index * chunk_size : (index + 1) * chunk_size]
+            assert raw_bytes(chunk) == raw_bytes(expected)
+
+
+def test_gradients_and_repeated_memory_are_copied_as_numbers() -> None:
+    source = torch.ones(1, 3, 8, 8, dtype=torch.bfloat16, requires_grad=True).expand(2, 3, 8, 8)
+    slot = torch.zeros(2, 3, 4, 8, dtype=torch.bfloat16)
+    pack_chunk(source, 1, 4, slot)
+    assert not slot.requires_grad
+    assert slot.eq(1).all()
+
+
+def test_negated_views_are_resolved() -> None:
+    source = torch.view_as_complex(torch.ones(2, 3, 8, 8, 2)).conj().imag
+    assert source.is_neg()
+    slot = torch.zeros(2, 3, 4, 8)
+    pack_chunk(source, 0, 4, slot)
+    assert slot.eq(-1).all()
+
+
+@pytest.mark.parametrize(
+    "slot",
+    [
+        torch.zeros(2, 3, 4, 9, dtype=torch.bfloat16),
+        torch.zeros(2, 3, 4, 8, dtype=torch.float32),
+        torch.zeros(3, 4, 8, dtype=torch.bfloat16),
+        torch.zeros(2, 2, 3, 4, 8, dtype=torch.bfloat16),
+    ],
+)
+def test_a_slot_that_copy_would_broadcast_or_convert_into_is_refused(slot: torch.Tensor) -> None:
+    with pytest.raises(ShapeMismatchError):
+        pack_chunk(kv(2, 3, 8, 8), 0, 4, slot)
+    assert slot.eq(0).all()
+
+
+@pytest.mark.parametrize("chunk", [torch.ones(1, 3, 4, 8), torch.ones(2, 3, 4, 8, dtype=torch.float64)])
+def test_a_chunk_that_copy_would_broadcast_or_convert_is_refused(chunk: torch.Tensor) -> None:
+    out = torch.zeros(2, 3, 8, 8)
+    with pytest.raises(ShapeMismatchError):
+        unpack([chunk], out, 1)
+    assert out.eq(0).all()
+
+
+def test_the_token_axis_is_the_third() -> None:
+    assert TOKEN == 2

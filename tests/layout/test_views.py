@@ -1,0 +1,162 @@
+"""Slots of the pool: the right bytes, and every number that does not fit refused by the name of its field."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_sdk.errors import RemoteProtocolError
+from lmcache_sdk.layout import as_chunk, check_disjoint, slot_view
+from lmcache_sdk.protocol import Slot
+
+GOOD: dict[str, Any] = {"offset": 64, "length": 48, "shape": (2, 3, 4), "dtype_name": "bfloat16"}
+
+
+def pool() -> bytearray:
+    return bytearray(range(256))
+
+
+def test_a_view_has_the_slots_bytes_and_writes_through() -> None:
+    memory = pool()
+    view = slot_view(memoryview(memory), **GOOD)
+    assert (view.dtype, tuple(view.shape)) == (torch.bfloat16, (2, 3, 4))
+    assert view.view(torch.uint8).flatten().tolist() == list(range(64, 112))
+    view.fill_(0)
+    assert memory[63:113] == b"\x3f" + bytes(48) + b"\x70"
+
+
+def test_a_view_reaches_the_last_byte() -> None:
+    view = slot_view(memoryview(pool()), offset=252, length=4, shape=[1], dtype_name="float32")
+    assert view.view(torch.uint8).tolist() == [252, 253, 254, 255]
+
+
+def test_a_pool_of_another_item_format_counts_bytes() -> None:
+    view = slot_view(memoryview(pool()).cast("Q"), offset=8, length=8, shape=[8], dtype_name="uint8")
+    assert view.tolist() == list(range(8, 16))
+
+
+def test_a_read_only_pool_is_copied_without_a_warning() -> None:
+    """Warnings are errors here; torch gives this one once a process, and test order is random."""
+    memory = bytes(pool())
+    view = slot_view(memoryview(memory), **GOOD)
+    view.fill_(0)
+    assert memory == bytes(range(256))
+
+
+def test_a_view_keeps_its_memory_exported() -> None:
+    memory = pool()
+    exported = memoryview(memory)
+    view = slot_view(exported, **GOOD)
+    del exported
+    with pytest.raises(BufferError):
+        memory.extend(b"x")
+    del view
+    gc.collect()
+    memory.extend(b"x")
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"offset": -2}, "slot.offset"),
+        ({"offset": True}, "slot.offset"),
+        ({"offset": 64.0}, "slot.offset"),
+        ({"offset": "64"}, "slot.offset"),
+        ({"offset": 65}, "slot.offset"),
+        ({"offset": 210}, "slot.offset"),
+        ({"offset": 256}, "slot.offset"),
+        ({"offset": 2**63}, "slot.offset"),
+        ({"offset": 10**40}, "slot.offset"),
+        ({"length": -48}, "slot.length"),
+        ({"length": None}, "slot.length"),
+        ({"length": 0}, "slot.length"),
+        ({"length": 46}, "slot.length"),
+        ({"length": 50}, "slot.length"),
+        ({"length": 2**63}, "slot.length"),
+        ({"shape": ()}, "slot.shape"),
+        ({"shape": (1,) * 17}, "slot.shape"),
+        ({"shape": (2, 3, 0)}, "slot.shape"),
+        ({"shape": (2, -3, -4)}, "slot.shape"),
+        ({"shape": (2, 3.0, 4)}, "slot.shape"),
+        ({"shape": (True, 6, 4)}, "slot.shape"),
+        ({"shape": (2, 3, "4")}, "slot.shape"),
+        ({"shape": (2, 3, 10**40)}, "slot.shape"),
+        ({"shape": (2**40,) * 16}, "slot.shape"),
+        ({"shape": (2, 3, 5)}, "slot.length"),
+        ({"dtype_name": "float32"}, "slot.length"),
+        ({"dtype_name": "Tensor"}, "slot.dtype"),
+        ({"dtype_name": "torch.bfloat16"}, "slot.dtype"),
+        ({"dtype_name": ""}, "slot.dtype"),
+    ],
+)
+def test_each_violation_names_its_field(change: dict[str, Any], path: str) -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        slot_view(memoryview(pool()), **(GOOD | change))
+    assert caught.value.path == path
+
+
+@given(
+    offset=st.integers(-4, 300),
+    length=st.integers(-4, 300),
+    shape=st.lists(st.integers(-1, 9), max_size=4),
+    name=st.sampled_from(["uint8", "bool", "bfloat16", "float32", "int64", "float8_e5m2", "nothing"]),
+)
+def test_any_numbers_make_a_view_inside_the_pool_or_are_refused(
+    offset: int, length: int, shape: list[int], name: str
+) -> None:
+    memory = pool()
+    try:
+        view = slot_view(memoryview(memory), offset=offset, length=length, shape=shape, dtype_name=name)
+    except RemoteProtocolError:
+        return
+    assert view.nbytes == length
+    assert view.flatten().view(torch.uint8).tolist() == list(range(offset, offset + length))
+
+
+def test_as_chunk_gives_every_object_four_axes() -> None:
+    assert list(as_chunk(torch.zeros(2, 3, 8, 5), 8).shape) == [2, 3, 8, 5]
+    assert list(as_chunk(torch.zeros(1, 3, 8, 5), 8).shape) == [1, 3, 8, 5]
+    flat = torch.zeros(3, 8, 5)
+    chunk = as_chunk(flat, 8)
+    assert list(chunk.shape) == [1, 3, 8, 5]
+    assert chunk.data_ptr() == flat.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 5), (3, 3, 8, 5), (1, 2, 3, 8, 5), (2, 3, 4, 5), (3, 4, 5)])
+def test_as_chunk_refuses_other_objects(shape: tuple[int, ...]) -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        as_chunk(torch.zeros(shape), 8)
+    assert caught.value.path == "object.shape"
+
+
+def slots(*ranges: tuple[int, int]) -> list[Slot]:
+    return [Slot(offset=offset, length=length, shape=(length,), dtype="uint8") for offset, length in ranges]
+
+
+def test_disjoint_slots_pass_in_any_order() -> None:
+    check_disjoint([])
+    check_disjoint(slots((0, 4)))
+    check_disjoint(slots((8, 4), (0, 4), (4, 4)))
+
+
+@pytest.mark.parametrize("ranges", [((0, 4), (0, 4)), ((0, 5), (4, 4)), ((4, 4), (0, 12)), ((0, 4), (8, 4), (3, 1))])
+def test_overlapping_slots_are_refused_by_index(ranges: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(RemoteProtocolError, match="lies inside slot") as caught:
+        check_disjoint(slots(*ranges))
+    assert caught.value.path.startswith("slots[")
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), max_size=8))
+def test_disjoint_means_that_no_byte_is_shared(ranges: list[tuple[int, int]]) -> None:
+    taken = [byte for offset, length in ranges for byte in range(offset, offset + length)]
+    try:
+        check_disjoint(slots(*ranges))
+    except RemoteProtocolError:
+        assert len(set(taken)) < len(taken)
+    else:
+        assert len(set(taken)) == len(taken)
