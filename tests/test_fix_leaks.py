@@ -104,9 +104,10 @@ def test_garbage_is_not_a_leak() -> None:
 
 def test_what_goes_away_within_the_grace_is_not_a_leak() -> None:
     before = Snapshot.take()
-    thread = threading.Thread(target=threading.Event().wait, args=(0.2,))
-    thread.start()
+    stop = threading.Event()
+    threading.Thread(target=stop.wait, args=(30,)).start()
     assert leaked_since(before, grace=0.0)
+    threading.Timer(0.2, stop.set).start()
     assert leaked_since(before) == []
 
 

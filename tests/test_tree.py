@@ -41,9 +41,12 @@ TREE: Final[dict[str, set[str]]] = {
         *("__init__", "transport", "zmq_transport", "http_transport", "shared_memory", "deadline", "channel"),
         *("states", "leases", "registration", "session"),
         "addresses",  # the two URLs, normalised and checked against each other
+        "debts",  # what a call that was given up still owes the server
         "discovery",  # what HTTP tells before the first frame: release, configuration, status
         "gate",  # one call at a time for each key; a close ends the waiting
         "operation",  # one user call: its request id, its key, its guaranteed END_SESSION
+        "probe",  # what HTTP says while the message port is silent
+        "renewal",  # a channel that has gone bad, replaced once for all threads
         "reservations",  # the write half of leases
     },
     # a shape

@@ -1,4 +1,4 @@
-# CPython's own module behind multiprocessing.shared_memory, without the resource tracker that unlinks other people's pools.
+# CPython's own module behind multiprocessing.shared_memory, without the resource tracker that unlinks others' pools.
 # Source: Modules/_multiprocessing/posixshmem.c of CPython 3.10 to 3.13.
 
 def shm_open(path: str, flags: int, mode: int = 511) -> int: ...

@@ -22,6 +22,7 @@ from lmcache_sdk.errors import ArgumentTypeError
 from lmcache_sdk.facade import (
     TRANSPORTS,
     ConnectArguments,
+    Link,
     LMCacheKVCacheContext,
     LookupResult,
     TokenSequence,
@@ -83,7 +84,7 @@ def connect(
         api_key=checked_api_key(api_key),
         transport=None if transport is None else checked_choice(transport, "transport", TRANSPORTS),
     )
-    return LMCacheKVCacheContext(open_connection(arguments, deadline), float(timeout))
+    return LMCacheKVCacheContext(Link(arguments, open_connection(arguments, deadline)), float(timeout))
 
 
 def lookup(ctx: LMCacheKVCacheContext, tokens: TokenSequence, cache_salt: str = "") -> LookupResult:

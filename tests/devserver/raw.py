@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -40,6 +40,8 @@ class RawClient:
     def __init__(self, url: str, release: str, *, patience: float = 20.0) -> None:
         self.dialect = p.dialect_named(release)
         self.patience = patience
+        self.refusals: Callable[[], int] = lambda: 0
+        """How many requests the server has met with silence, if it can be asked."""
         self._ids = itertools.count()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
@@ -67,29 +69,32 @@ class RawClient:
             return None
         return self.socket.recv_multipart()
 
-    def call(self, request: p.Request[R], timeout: float | None = None) -> R:
-        """Sends and waits; raises Silent when nothing comes."""
+    def call(self, request: p.Request[R]) -> R:
+        """Sends and waits; raises Silent when nothing comes, which a server in this process tells at once."""
+        before = self.refusals()
         uid = self.send(request)
-        while (frames := self.receive(self.patience if timeout is None else timeout)) is not None:
-            if p.decode_correlation_id(frames) == uid:
+        until = time.monotonic() + self.patience
+        while time.monotonic() < until:
+            refused = self.refusals() > before
+            frames = self.receive(0.0 if refused else 0.005)
+            if frames is not None and p.decode_correlation_id(frames) == uid:
                 return p.decode_reply(self.dialect, request, frames)
+            if frames is None and refused:
+                break
         raise Silent(type(request).__name__)
+
+    def is_silent(self, request: p.Request[Any]) -> bool:
+        """Whether the server has nothing to say to this request."""
+        try:
+            self.call(request)
+        except Silent:
+            return True
+        return False
 
     def raw(self, frames: Sequence[bytes], timeout: float = 5.0) -> list[bytes] | None:
         """Sends frames as they are; the next message, or None."""
         self.socket.send_multipart(list(frames))
         return self.receive(timeout)
-
-    def is_silent(self, server: DevServer, request: p.Request[Any]) -> bool:
-        """Whether the server refuses this request without an answer, without waiting for what does not come."""
-        before = server.counters["refused"]
-        uid = self.send(request)
-        end = time.monotonic() + self.patience
-        while server.counters["refused"] == before and time.monotonic() < end:
-            frames = self.receive(0.001)
-            if frames is not None and p.decode_correlation_id(frames) == uid:
-                return False
-        return server.counters["refused"] > before and self.receive(0.01) is None
 
 
 @contextmanager
@@ -97,6 +102,7 @@ def running(release: str = "0.5.6", **settings: Any) -> Iterator[tuple[DevServer
     """A server with small chunks and a client of its release."""
     settings = {"chunk_size": CHUNK, "l1_size_bytes": 2**20, **settings}
     with DevServer(speak=release, **settings) as server, RawClient(server.url, release) as client:
+        client.refusals = lambda: server.counters["refused"]
         yield server, client
         assert server.counters["crashed"] == 0, server.counters
 

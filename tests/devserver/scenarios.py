@@ -257,7 +257,7 @@ def wrong_keys(run: Script) -> None:
             ("free", p.FreeLookupLocks(key=named)),
             ("end", end(name)),
         ):
-            run(f"{name}: {what}", request)  # type: ignore[arg-type]  # a row of different replies
+            run(f"{name}: {what}", request)
 
 
 def reused_request(run: Script) -> None:

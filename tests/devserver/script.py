@@ -106,13 +106,12 @@ def spell_slots(slots: Sequence[p.Slot]) -> str:
 class Script:
     """One run: a client, where /status is, where the pool is, and the lines so far."""
 
-    def __init__(self, client: RawClient, http_url: str, shm_name: str, *, silence: float) -> None:
+    def __init__(self, client: RawClient, http_url: str, shm_name: str) -> None:
         self.client = client
         self.release = client.dialect.release
         self.shared = bool(shm_name)
         self.lines: list[str] = []
         self._http_url = http_url
-        self._silence = silence
         self._pool = self._map(shm_name) if shm_name else None
         self._numbers = self._look()
 
@@ -135,7 +134,7 @@ class Script:
         """Sends one request; its reply, or None when none came."""
         reply: R | None
         try:
-            reply = self.client.call(request, self._silence)
+            reply = self.client.call(request)
             said = spell(reply)
         except Silent:
             reply, said = None, "no reply"

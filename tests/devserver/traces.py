@@ -31,7 +31,7 @@ def trace_file(release: str, transport: str) -> Path:
 def write(path: Path, scenarios: Mapping[str, Sequence[str]]) -> None:
     """Writes a trace."""
     text = [
-        "# Recorded from the real server by tests/devserver/traces.py. Not to be edited, not to be made from ours.",
+        "# Recorded from the real server by tests/devserver/traces.py. Not to be edited, nor made from ours.",
         "",
     ]
     for name, lines in scenarios.items():
@@ -55,15 +55,16 @@ def record(release: str, transport: str) -> None:
     """Runs the scenarios on a real server."""
     from tests.integration.servers import RealServer
 
-    with RealServer(release, transport="shm" if transport == "shm" else "inline", chunk_size=CHUNK) as server:
-        with RawClient(server.url, release) as client:
-            lines = run_all(lambda: Script(client, server.http_url, server.segment, silence=REAL_SILENCE))
+    kind = "shm" if transport == "shm" else "inline"
+    with RealServer(release, transport=kind, chunk_size=CHUNK) as server, RawClient(server.url, release) as client:
+        client.patience = REAL_SILENCE
+        lines = run_all(lambda: Script(client, server.http_url, server.segment))
     write(trace_file(release, transport), lines)
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for wanted in sys.argv[1:] or RELEASES:
-        for kind in TRANSPORTS:
-            record(wanted, kind)
-            print(f"recorded {trace_file(wanted, kind).name}", flush=True)
+        for each in TRANSPORTS:
+            record(wanted, each)
+            print(f"recorded {trace_file(wanted, each).name}", flush=True)

@@ -134,7 +134,7 @@ def test_peers_load_what_we_reply() -> None:
 
 
 def test_we_read_what_peers_dump() -> None:
-    """torch's own pickles of every protocol in use, as other clients send them; the largest is beyond one frame."""
+    """Pickles of torch's own, of every protocol in use, as other clients send them; the largest is beyond one frame."""
     tensors = [bits((2, 1, 4, 2), dtype, seed) for seed, dtype in enumerate(DTYPES.values())]
     large = [bits((2, 2, 64, 300), torch.bfloat16, seed=5)]
     cases = [
@@ -150,9 +150,7 @@ def test_we_read_what_peers_dump() -> None:
 def test_a_server_is_not_expected_to_send_the_clients_form() -> None:
     layout = layout_of(torch.bfloat16)
     frame = write_payload(kv_of(layout, CHUNK), layout, CHUNK, 0, 1, PayloadForm.PICKLE)
-    with pytest.raises(
-        RemoteProtocolError, match="'numpy', 'frombuffer' is not allowed|Tensor.reshape' is not allowed"
-    ):
+    with pytest.raises(RemoteProtocolError, match=r"'Tensor\.reshape' is not allowed"):
         read_payload(payload_of_frame(frame), PayloadForm.PICKLE, num_tensors=1, max_nbytes=2**20)
 
 

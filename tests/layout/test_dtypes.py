@@ -7,7 +7,10 @@ from lmcache_sdk.errors import UnknownLayoutError
 from lmcache_sdk.layout import dtype_from_name, dtype_name, itemsize
 from lmcache_sdk.layout.dtypes import DTYPES
 
-REQUIRED = "float16 bfloat16 float32 float64 uint8 int8 int16 int32 int64 bool float8_e4m3fn float8_e5m2".split()
+REQUIRED = [
+    *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+    *("uint8", "int8", "int16", "int32", "int64", "bool"),
+]
 
 
 @pytest.mark.parametrize("name", REQUIRED)

@@ -267,7 +267,7 @@ class TestFromStatus:
     def test_many_groups_are_listed_in_few_words(self) -> None:
         many = copy.deepcopy(PLAIN)
         many["kv_cache_layout"]["kernel_groups"] *= 100
-        with pytest.raises(UnsupportedError, match="100 kernel groups.*and 92 more"):
+        with pytest.raises(UnsupportedError, match=r"100 kernel groups.*and 92 more"):
             KVLayout.from_status(many)
 
     @given(

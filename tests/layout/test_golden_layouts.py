@@ -1,4 +1,4 @@
-"""Every recorded /status entry against `KVLayout.from_status`, compared with the geometry that the server itself held."""
+"""Every recorded /status entry through `KVLayout.from_status`, compared with the geometry that the server held."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,12 @@ def test_what_is_no_message_is_refused(payload: bytes) -> None:
 def test_a_count_is_not_believed(count: int) -> None:
     payload = b"\x82\xa7version\x01\xa7tensors\xdd" + count.to_bytes(4, "big")
     tracemalloc.start()
-    with pytest.raises(RemoteProtocolError):
-        decode_envelope(memoryview(payload))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    try:
+        with pytest.raises(RemoteProtocolError):
+            decode_envelope(memoryview(payload))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
     assert peak < 2**20
 
 
@@ -116,10 +119,8 @@ def test_garbage_is_an_envelope_or_refused(garbage: bytes, data: st.DataObject) 
     start = data.draw(st.integers(0, len(payload)))
     payload[start : start + data.draw(st.integers(0, 9))] = garbage[:8]
     for each in (garbage, bytes(payload)):
-        try:
-            decode_envelope(memoryview(each))
-        except RemoteProtocolError as error:
-            assert error.path.startswith("payload")
+        with suppress(RemoteProtocolError):
+            assert decode_envelope(memoryview(each)).version == 1
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 65535, 65536, 2**20])

@@ -134,7 +134,7 @@ class DevServer:
 
     @property
     def counters(self) -> Counter[str]:
-        """Requests by name since the start; "refused" were not answered, as on the real server, "crashed" is a bug here."""
+        """Requests by name since the start; "refused" were met with silence as they should, "crashed" is a bug."""
         return self._started[1].counters
 
     @property

@@ -97,6 +97,7 @@ class MessagePort:
         }
         self.intercept: Intercept | None = None
         self.counters: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self.dead = False
         self._context = zmq.Context()
         self._socket = self._bind()
@@ -140,6 +141,10 @@ class MessagePort:
         self._socket.close(linger=0)
         self._context.term()
         os.close(self._bell)
+
+    def _count(self, name: str) -> None:
+        with self._counting:
+            self.counters[name] += 1
 
     def wake(self) -> None:
         """Makes the loop look at its outbox and at the gate."""
@@ -191,7 +196,7 @@ class MessagePort:
         try:
             return Incoming(peer, decode_request(self._core.dialect, frames))
         except RemoteProtocolError as error:
-            self.counters["refused"] += 1
+            self._count("refused")
             _log.debug("request not understood: %s", error)
         if self._core.dialect.unknown_opcode_kills and not self._defines(frames[1]):
             raise MessageThreadEnded("an operation that this release does not define")
@@ -232,18 +237,18 @@ class MessagePort:
         request = incoming.received.request
         name = self._core.dialect.rule_for(request).name
         verdict = Verdict.ANSWER if self.intercept is None else self.intercept(request)
-        self.counters[name] += 1
+        self._count(name)
         if verdict is Verdict.IGNORE:
             return None
         try:
             reply = self._operations.answer(request)
             frames = encode_reply(self._core.dialect, incoming.received, reply)
         except (RefusedError, KVCacheSDKError) as error:
-            self.counters["refused"] += 1
+            self._count("refused")
             _log.debug("%s refused: %s", name, error)
             return None
         except Exception:  # noqa: BLE001  # silence is what a client of the real server gets, whatever went wrong
-            self.counters["crashed"] += 1
+            self._count("crashed")
             _log.exception("%s failed", name)
             return None
         return None if verdict is Verdict.MUTE else [incoming.peer, *frames]

@@ -8,12 +8,14 @@ from lmcache_sdk.facade.arguments import (
 )
 from lmcache_sdk.facade.connecting import TRANSPORTS, ConnectArguments, open_connection, usage_of_layout
 from lmcache_sdk.facade.context import LMCacheKVCacheContext
+from lmcache_sdk.facade.link import Link
 from lmcache_sdk.facade.results import LookupResult, StoreResult
 
 __all__ = [
     "TRANSPORTS",
     "ConnectArguments",
     "LMCacheKVCacheContext",
+    "Link",
     "LookupResult",
     "StoreResult",
     "TokenSequence",

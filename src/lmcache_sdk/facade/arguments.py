@@ -19,6 +19,7 @@ from lmcache_sdk.values import MAX_TOKEN_ID, TokenIds
 MAX_SALT: Final = 128
 """Characters (code points), as the server counts."""
 _SALT_REFUSED: Final = "@/\\\0"
+_SHOWN_BITS: Final = 256
 API_KEY_VARIABLE: Final = "LMCACHE_SDK_API_KEY"
 
 
@@ -52,7 +53,8 @@ def checked_tokens(tokens: object) -> TokenIds:
         return TokenIds(values)
     except OverflowError:
         index, value = next((i, v) for i, v in enumerate(values) if not 0 <= v <= MAX_TOKEN_ID)
-        raise UsageError(f"tokens[{index}]: expected a token id from 0 to 2**32-1, got {value}") from None
+        shown = str(value) if value.bit_length() < _SHOWN_BITS else f"an integer of {value.bit_length()} bits"
+        raise UsageError(f"tokens[{index}]: expected a token id from 0 to 2**32-1, got {shown}") from None
 
 
 def _listed(tokens: object) -> Sequence[int]:
@@ -94,7 +96,8 @@ def _from_array(tokens: IntArray) -> Sequence[int]:
 
 def _as_int(value: object, index: int) -> int:
     """An int, or what stands for one exactly (numpy.int64); a bool is a flag, not a token."""
-    if not isinstance(value, bool) and hasattr(value, "__index__") and type(value).__name__ not in ("bool_", "bool"):
+    flag = isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool)
+    if not flag and hasattr(value, "__index__") and type(value).__name__ not in ("bool_", "bool"):
         try:
             return operator.index(value)
         except TypeError:
@@ -127,13 +130,16 @@ def checked_model_name(model_name: object) -> str:
 
 def checked_api_key(api_key: object) -> str | None:
     """The key given, or that of the environment; None when there is neither."""
+    name, found = "api_key", api_key
     if api_key is None:
-        return os.environ.get(API_KEY_VARIABLE) or None
-    if not isinstance(api_key, str):
-        raise ArgumentTypeError(f"api_key: expected a str, got {type(api_key).__name__}")
-    if not api_key or not api_key.isascii() or any(char in api_key for char in "\r\n\0"):
-        raise UsageError("api_key: expected printable ASCII text")
-    return api_key
+        name, found = f"the environment's {API_KEY_VARIABLE}", os.environ.get(API_KEY_VARIABLE) or None
+    if found is None:
+        return None
+    if not isinstance(found, str):
+        raise ArgumentTypeError(f"{name}: expected a str, got {type(found).__name__}")
+    if not found or not found.isascii() or not found.isprintable() or found != found.strip():
+        raise UsageError(f"{name}: expected printable ASCII text without spaces around it (not shown: it is a secret)")
+    return found
 
 
 def checked_choice(value: object, name: str, choices: Iterable[str]) -> str:

@@ -26,6 +26,7 @@ from lmcache_sdk.protocol import (
 from lmcache_sdk.session import (
     Addresses,
     Deadline,
+    HttpProbe,
     Identity,
     RegisteredShape,
     ServerFacts,
@@ -68,6 +69,7 @@ class Connection:
     endpoint: Endpoint
     facts: ServerFacts
     model: ModelFacts
+    probe: HttpProbe
 
 
 def open_connection(arguments: ConnectArguments, deadline: Deadline) -> Connection:
@@ -75,11 +77,14 @@ def open_connection(arguments: ConnectArguments, deadline: Deadline) -> Connecti
     facts = discover(arguments.addresses, arguments.api_key, arguments.dialect, deadline)
     model = _model_facts(facts, arguments)
     session = Session(arguments.addresses, facts.dialect)
+    probe = HttpProbe(arguments.addresses, arguments.api_key)
+    session.grace = facts.config.mp.worker_registration_grace_seconds
     with contextlib.ExitStack() as stack:
         stack.callback(session.close)
         endpoint = _open_session(session, facts, model, arguments, deadline)
+        session.probe = probe
         stack.pop_all()
-    return Connection(endpoint, facts, model)
+    return Connection(endpoint, facts, model, probe)
 
 
 def _open_session(
@@ -100,6 +105,16 @@ def _open_session(
         prove(attrs.evolve(endpoint, identity=Identity(canary_name, 1, canary_id, facts.chunk_size)), deadline)
         session.unregister(canary_id, deadline)
     return endpoint
+
+
+def with_layout(connection: Connection, layout: KVLayout, deadline: Deadline) -> Connection:
+    """The same connection with another layout for stores, registered under an instance id of its own."""
+    session = connection.endpoint.session
+    shape = registered_shape(layout, connection.facts)
+    instance_id, _ = session.register(private_model_name(), shape, deadline)
+    identity = attrs.evolve(connection.endpoint.identity, instance_id=instance_id)
+    endpoint = attrs.evolve(connection.endpoint, identity=identity)
+    return attrs.evolve(connection, endpoint=endpoint, model=attrs.evolve(connection.model, layout=layout))
 
 
 def registered_shape(layout: KVLayout, facts: ServerFacts) -> RegisteredShape:

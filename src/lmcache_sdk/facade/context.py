@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 import weakref
 from types import TracebackType
 from typing import Literal
 
-import attrs
 import torch
 
 from lmcache_sdk.errors import KVCacheSDKError, UnknownLayoutError
 from lmcache_sdk.facade.arguments import TokenSequence, checked_choice, checked_salt, checked_tokens
-from lmcache_sdk.facade.connecting import Connection, registered_shape
+from lmcache_sdk.facade.connecting import Connection, with_layout
+from lmcache_sdk.facade.link import Link, check_registered
 from lmcache_sdk.facade.results import LookupResult, StoreResult
 from lmcache_sdk.facade.storing import StoreJob, store_chunks
 from lmcache_sdk.facade.transfer import lookup_chunks, retrieve_prefix
 from lmcache_sdk.layout import KVLayout, check_kv, layout_from_object, tail_tokens, whole_chunks
-from lmcache_sdk.session import Deadline, private_model_name
+from lmcache_sdk.session import Deadline
 from lmcache_sdk.values import TokenIds, override
+
+_log = logging.getLogger("lmcache_sdk.facade")
 
 
 class LMCacheKVCacheContext:
@@ -29,15 +32,12 @@ class LMCacheKVCacheContext:
     tokens one after the other. Belongs to the process that made it. Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, connection: Connection, timeout: float) -> None:
+    def __init__(self, link: Link, timeout: float) -> None:
         """Not for users: call `connect`."""
-        self._endpoint = connection.endpoint
-        self._facts = connection.facts
-        self._model = connection.model
-        self._layout = connection.model.layout
+        self._link = link
         self._timeout = timeout
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, connection.endpoint.session.abandon)
+        self._finalizer = weakref.finalize(self, _abandon, link)
 
     # ---- what it is
     # ---------------------------------------------------------------------------------------------------
@@ -45,39 +45,39 @@ class LMCacheKVCacheContext:
     @property
     def model_name(self) -> str:
         """The model whose cache this is."""
-        return self._endpoint.identity.model_name
+        return self._now.endpoint.identity.model_name
 
     @property
     def transport(self) -> Literal["shm", "inline"]:
         """How tensors travel, which the server decides: in shared memory or inside messages."""
-        return "inline" if self._endpoint.session.pool is None else "shm"
+        return "inline" if self._now.endpoint.session.pool is None else "shm"
 
     @property
     def chunk_size(self) -> int:
         """Tokens per chunk, the unit in which the server caches."""
-        return self._endpoint.identity.chunk_size
+        return self._now.endpoint.identity.chunk_size
 
     @property
     def layout(self) -> KVLayout | None:
         """The geometry of the model's cache; None while neither an engine, the caller nor a retrieved object has told
         it.
         """
-        return self._layout
+        return self._now.model.layout
 
     @property
     def dialect(self) -> str:
         """The server release whose wire is spoken, such as "0.5.6"."""
-        return self._endpoint.session.dialect.release
+        return self._now.endpoint.session.dialect.release
 
     @property
     def server_version(self) -> str:
         """The version that the server reports; empty when it reports none."""
-        return self._facts.version
+        return self._now.facts.version
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._endpoint.session.closed
+        return self._now.endpoint.session.closed
 
     # ---- calls
     # --------------------------------------------------------------------------------------------------------
@@ -100,7 +100,16 @@ class LMCacheKVCacheContext:
         """
         deadline, ids, salt = self._begin(tokens, cache_salt)
         whole = self._whole(ids)
-        hit = lookup_chunks(self._endpoint, whole, salt, deadline) if len(whole) else 0
+        hit = 0
+        if len(whole):
+
+            def body(connection: Connection) -> int:
+                found = lookup_chunks(connection.endpoint, whole, salt, deadline)
+                if not found:
+                    check_registered(connection, "lookup", deadline)
+                return found
+
+            hit = self._link.call("lookup", deadline, body, idempotent=True)
         return LookupResult(hit * self.chunk_size, len(ids), tail_tokens(len(ids), self.chunk_size))
 
     def retrieve(self, tokens: TokenSequence, cache_salt: str = "") -> torch.Tensor | None:
@@ -122,10 +131,16 @@ class LMCacheKVCacheContext:
         whole = self._whole(ids)
         if not len(whole):
             return None
-        kv = retrieve_prefix(self._endpoint, self._layout, whole, salt, deadline)
-        if kv is not None and self._layout is None:
-            self._learn(kv)
-        return kv
+
+        def body(connection: Connection) -> torch.Tensor | None:
+            kv = retrieve_prefix(connection.endpoint, connection.model.layout, whole, salt, deadline)
+            if kv is None:
+                check_registered(connection, "retrieve", deadline)
+            elif connection.model.layout is None:
+                self._learn(connection, kv, deadline)
+            return kv
+
+        return self._link.call("retrieve", deadline, body, idempotent=True)
 
     def store(
         self,
@@ -165,7 +180,10 @@ class LMCacheKVCacheContext:
         tail = tail_tokens(len(ids), self.chunk_size)
         if not len(whole):
             return StoreResult(0, 0, 0, tail, f"no whole chunk of {self.chunk_size} tokens: nothing was stored")
-        return store_chunks(self._endpoint, StoreJob(layout, checked, whole, salt, tail, refuse), deadline)
+        job = StoreJob(layout, checked, whole, salt, tail, refuse)
+        return self._link.call(
+            "store", deadline, lambda connection: store_chunks(connection.endpoint, job, deadline), idempotent=False
+        )
 
     def close(self) -> None:
         """Unregisters and frees everything; calls in flight fail with SessionClosedError. Bounded; twice does no harm.
@@ -173,7 +191,7 @@ class LMCacheKVCacheContext:
         Tensors that were retrieved stay valid.
         """
         self._finalizer.detach()
-        self._endpoint.session.close()
+        self._now.endpoint.session.close()
 
     def __enter__(self) -> LMCacheKVCacheContext:
         return self
@@ -197,35 +215,40 @@ class LMCacheKVCacheContext:
 
     def _begin(self, tokens: TokenSequence, cache_salt: str) -> tuple[Deadline, TokenIds, str]:
         deadline = Deadline.after(self._timeout)
-        self._endpoint.session.check_open()
+        self._now.endpoint.session.check_open()
         return deadline, checked_tokens(tokens), checked_salt(cache_salt)
 
     def _whole(self, ids: TokenIds) -> TokenIds:
         return ids.prefix(whole_chunks(len(ids), self.chunk_size) * self.chunk_size)
 
+    @property
+    def _now(self) -> Connection:
+        return self._link.current
+
     def _known_layout(self) -> KVLayout:
-        if self._layout is None:
-            why = self._model.layout_problem or "the engine publishes no layout"
+        model = self._now.model
+        if model.layout is None:
+            why = model.layout_problem or "the engine publishes no layout"
             raise UnknownLayoutError(
                 f"store: the layout of {self.model_name!r} is not known ({why}); pass layout=KVLayout(...) to "
-                "connect, or retrieve "
-                "something of this model first"
+                "connect, or "
+                "retrieve something of this model first"
             )
-        return self._layout
+        return model.layout
 
-    def _learn(self, kv: torch.Tensor) -> None:
+    def _learn(self, connection: Connection, kv: torch.Tensor, deadline: Deadline) -> None:
         """Takes the layout of a retrieved object for stores; needs a registration of its own, since one never
         changes.
         """
-        learned = layout_from_object(
-            (kv.shape[0], kv.shape[1], self.chunk_size, kv.shape[3]), kv.dtype, self.chunk_size
-        )
-        session = self._endpoint.session
+        shape = (kv.shape[0], kv.shape[1], self.chunk_size, kv.shape[3])
+        learned = layout_from_object(shape, kv.dtype, self.chunk_size)
         try:
-            shape = registered_shape(learned, self._facts)
-            instance_id, _ = session.register(private_model_name(), shape, Deadline.after(self._timeout))
-        except KVCacheSDKError:
-            return  # the bytes are right; the next retrieve tries again
-        identity = attrs.evolve(self._endpoint.identity, instance_id=instance_id)
-        self._endpoint = attrs.evolve(self._endpoint, identity=identity)
-        self._layout = learned
+            self._link.replace(connection, with_layout(connection, learned, deadline), deadline)
+        except KVCacheSDKError as error:
+            _log.info(
+                "the layout of a retrieved object could not be registered, the next retrieve tries again: %s", error
+            )
+
+
+def _abandon(link: Link) -> None:
+    link.current.endpoint.session.abandon()

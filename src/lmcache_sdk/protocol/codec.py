@@ -116,9 +116,9 @@ def encode_request(dialect: Dialect, correlation_id: CorrelationId, request: m.R
 
 
 def decode_correlation_id(frames: Frames) -> CorrelationId:
-    """Reads which request a reply belongs to."""
-    if not 2 <= len(frames) <= 3:
-        raise RemoteProtocolError(f"reply: expected 2 or 3 frames, got {len(frames)}", path="reply")
+    """Reads which request a reply belongs to; whether the rest is a reply is for `decode_reply` to say."""
+    if not frames:
+        raise RemoteProtocolError("reply: a message without frames", path="reply")
     uid = _decode_frame(frames[0], int, "reply.uid")
     if not 0 <= uid <= _MAX_UID:
         raise RemoteProtocolError(f"reply.uid: not an id of ours: {uid}", path="reply.uid")
@@ -128,6 +128,8 @@ def decode_correlation_id(frames: Frames) -> CorrelationId:
 def decode_reply(dialect: Dialect, request: m.Request[R], frames: Frames) -> R:
     """Reads the reply to `request`; `frames` are all frames, correlation id included."""
     rule = dialect.rule_for(request)
+    if not 2 <= len(frames) <= 3:
+        raise RemoteProtocolError(f"{rule.name}: expected 2 or 3 frames, got {len(frames)}", path="reply")
     if bytes(frames[1]) != _encode(rule.opcode):
         raise RemoteProtocolError(f"{rule.name}: the reply names another operation", path="reply.operation")
     return rule.reply.decode(frames[2] if len(frames) == 3 else None)

@@ -42,6 +42,8 @@ class McpConfig:
     shm_name: str | None = None
     instance_id: str | int | None = None
     port: int | None = None
+    worker_registration_grace_seconds: float | None = None
+    """How long an instance that never pinged may be silent before the server forgets it."""
 
 
 @attrs.frozen

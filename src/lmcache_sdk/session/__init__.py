@@ -2,10 +2,12 @@
 
 from lmcache_sdk.session.addresses import Addresses, checked_addresses
 from lmcache_sdk.session.deadline import Deadline, checked_timeout
-from lmcache_sdk.session.discovery import ServerFacts, ask_status, discover
+from lmcache_sdk.session.discovery import ServerFacts, discover
 from lmcache_sdk.session.leases import ReadLease
 from lmcache_sdk.session.operation import Identity, Operation, Probe
+from lmcache_sdk.session.probe import HttpProbe
 from lmcache_sdk.session.registration import RegisteredShape, new_instance_id, private_model_name
+from lmcache_sdk.session.renewal import Renewable
 from lmcache_sdk.session.reservations import Reservation, SlotWriter
 from lmcache_sdk.session.session import Session
 from lmcache_sdk.session.shared_memory import SharedPool, unproven
@@ -13,17 +15,18 @@ from lmcache_sdk.session.shared_memory import SharedPool, unproven
 __all__ = [
     "Addresses",
     "Deadline",
+    "HttpProbe",
     "Identity",
     "Operation",
     "Probe",
     "ReadLease",
     "RegisteredShape",
+    "Renewable",
     "Reservation",
     "ServerFacts",
     "Session",
     "SharedPool",
     "SlotWriter",
-    "ask_status",
     "checked_addresses",
     "checked_timeout",
     "discover",

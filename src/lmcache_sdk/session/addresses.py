@@ -29,9 +29,9 @@ class Addresses:
 
 def checked_addresses(url: object, http_url: object) -> Addresses:
     """Normalises both and refuses an `http_url` that leads to the host and port of `url`."""
-    message = _zmq_url(url)
+    canonical, message = _zmq_url(url)
     http = _http_url(http_url)
-    if message.scheme == "tcp" and _same_endpoint(message, http):
+    if message is not None and _same_endpoint(message, http):
         raise UsageError(
             f"http_url: {http_url!r} has the host and port of url={url!r}. They are two ports of the server: the "
             "ZMQ port (5555 by "
@@ -39,34 +39,41 @@ def checked_addresses(url: object, http_url: object) -> Addresses:
             "message thread for "
             "every client, so nothing was sent"
         )
-    shown = f"ipc://{message.netloc}{message.path}" if message.scheme == "ipc" else f"tcp://{message.netloc}"
-    return Addresses(shown, f"{http.scheme}://{http.netloc}{http.path.rstrip('/')}")
+    return Addresses(canonical, f"{http.scheme}://{http.netloc}{http.path.rstrip('/')}")
 
 
-def _zmq_url(url: object) -> SplitResult:
+def _zmq_url(url: object) -> tuple[str, SplitResult | None]:
+    """The canonical text, and its parts when it has a host and a port."""
     text = _text(url, "url")
     if not _SCHEME.match(text):
         text = f"tcp://{text}"
-    parts = urlsplit(text)
-    if parts.scheme == "ipc":
-        if not (parts.netloc + parts.path).strip("/"):
+    if text.lower().startswith("ipc://"):
+        if not text[len("ipc://") :].strip("/"):
             raise UsageError(f"url: {url!r} names no path; expected ipc:///path/of/the/socket")
-        return parts
+        return f"ipc://{text[len('ipc://') :]}", None
+    parts = _split(text, "url")
     if parts.scheme in ("grpc", "grpc+unix"):
         raise UsageError(f"url: {url!r}: the gRPC transport is not spoken; start the server with --transport zmq")
     if parts.scheme != "tcp":
         raise UsageError(f"url: {url!r} has the scheme {parts.scheme!r}; expected tcp://host:port or ipc:///path")
-    if parts.path.strip("/") or parts.query or parts.fragment:
+    if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
         raise UsageError(f"url: {url!r} has more than host and port; expected tcp://host:port")
     host, port = _host_port(parts, "url", url, None)
-    return urlsplit(f"tcp://{host}:{port}")
+    return f"tcp://{host}:{port}", urlsplit(f"tcp://{host}:{port}")
+
+
+def _split(text: str, name: str) -> SplitResult:
+    try:
+        return urlsplit(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: {text!r} is not an address: {error}") from error
 
 
 def _http_url(http_url: object) -> SplitResult:
     text = _text(http_url, "http_url")
     if not _SCHEME.match(text):
         text = f"http://{text}"
-    parts = urlsplit(text)
+    parts = _split(text, "http_url")
     if parts.scheme not in _DEFAULT_HTTP_PORTS:
         raise UsageError(f"http_url: {http_url!r} has the scheme {parts.scheme!r}; expected http://host:port")
     if parts.query or parts.fragment or parts.username is not None:

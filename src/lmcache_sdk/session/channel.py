@@ -4,8 +4,9 @@ A channel belongs to one operation at a time (`ChannelPool.borrow`), so calls of
 other and all requests of an operation travel on one socket, where the server keeps their order. The pool never holds
 more channels than there were concurrent operations: a server never forgets a socket (PROTOCOL.md section 9).
 
-A request that got no answer in time stays in the exchange. Its late answer is kept in `late` until the owner of the
-clean-up asks for it; a channel that lost its connection is closed, never reused.
+A request that got no answer in time stays in the exchange; its late answer settles its entry, which whoever must give
+something back for it holds. A channel that lost its connection is closed, never reused, and the session is told: a
+new socket might lead to a restarted server, where nothing of ours exists.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lmcache_sdk.errors import ConnectError, ConnectionLostError, Fate, KVCacheSDKError, RemoteProtocolError
 from lmcache_sdk.protocol import AnsweredLate, Dialect, Exchange, Frames, InFlight, Request, Unregister
@@ -33,8 +33,9 @@ class Channel:
 
     def __init__(self, dialect: Dialect, transport: Transport) -> None:
         self.exchange = Exchange(dialect)
-        self.late: deque[InFlight[Any]] = deque()
         self.broken = False
+        self.lost = False
+        """Whether it is broken because the server went away."""
         self.kept = False
         """Not to be given to another operation: a reservation that is open waits for its answer here."""
         self._transport = transport
@@ -46,7 +47,7 @@ class Channel:
             self._transport.send(entry.frames)
         except BaseException:
             self.exchange.withdraw(entry)
-            self.broken = True
+            self.broken = self.lost = True
             raise
         entry.frames = []  # a payload of hundreds of megabytes must not live as long as its answer takes
         return entry
@@ -61,7 +62,7 @@ class Channel:
                     raise deadline.exceeded(where)
                 self._take(frames)
         except (ConnectionLostError, ConnectError) as error:
-            self.broken = True
+            self.broken = self.lost = True
             raise ConnectionLostError(f"{where}: {error}", fate=Fate.UNKNOWN) from error
         finally:
             self.exchange.abandon(entry)
@@ -87,7 +88,7 @@ class Channel:
             while (frames := self._transport.receive(now, interruptible=False)) is not None:
                 self._take(frames)
         except (ConnectionLostError, ConnectError):
-            self.broken = True
+            self.broken = self.lost = True
 
     def _take(self, frames: Frames) -> None:
         try:
@@ -97,7 +98,7 @@ class Channel:
             _log.warning("ignored a reply that belongs to no request of ours: %s", error)
             return
         if isinstance(event, AnsweredLate):
-            self.late.append(event.entry)
+            _log.debug("%s was answered late", event.entry.name)  # whoever owes something for it has the entry
 
     def close(self, linger: float = 0.0) -> None:
         """Frees the socket; what was sent may still go out for `linger` seconds."""
@@ -112,8 +113,9 @@ class Channel:
 class ChannelPool:
     """Idle channels of one session; makes one when none is idle."""
 
-    def __init__(self, connect: Callable[[Deadline, str], Channel]) -> None:
+    def __init__(self, connect: Callable[[Deadline, str], Channel], on_loss: Callable[[], None]) -> None:
         self._connect = connect
+        self._on_loss = on_loss
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         self._closed = False
@@ -121,25 +123,27 @@ class ChannelPool:
     @contextlib.contextmanager
     def borrow(self, deadline: Deadline, step: str) -> Iterator[Channel]:
         """A channel for the time of one operation."""
-        channel = self._take_idle() or self._connect(deadline, step)
+        channel = self._take_idle(step) or self._connect(deadline, step)
         try:
             yield channel
         finally:
             self.give_back(channel)
 
-    def _take_idle(self) -> Channel | None:
-        while True:
-            with self._lock:
-                channel = self._idle.pop() if self._idle else None
-            if channel is None:
-                return None
-            channel.drain()  # a server that went away while the channel was idle is noticed here
-            if not channel.broken:
-                return channel
-            channel.close()
+    def _take_idle(self, step: str) -> Channel | None:
+        with self._lock:
+            channel = self._idle.pop() if self._idle else None
+        if channel is None:
+            return None
+        channel.drain()  # a server that went away while the channel was idle is noticed here
+        if channel.broken:
+            self.give_back(channel)
+            raise ConnectionLostError(f"{step}: the server went away since the last call", fate=Fate.NOT_SENT)
+        return channel
 
     def give_back(self, channel: Channel) -> None:
         """Takes a channel back, unless it is kept for an open reservation; closes it when it is of no more use."""
+        if channel.lost:
+            self._on_loss()
         if channel.kept:
             return
         with self._lock:
@@ -153,13 +157,15 @@ class ChannelPool:
         """Sends UNREGISTER for each instance on an idle channel, without waiting, and lets it go out for `linger`
         seconds.
         """
-        channel = self._take_idle()
-        if channel is None:
-            return
         with contextlib.suppress(KVCacheSDKError):
-            for instance_id in instances:
-                channel.submit(Unregister(instance_id=instance_id))
-        channel.close(linger)
+            channel = self._take_idle("close")
+            if channel is None:
+                return
+            try:
+                for instance_id in instances:
+                    channel.submit(Unregister(instance_id=instance_id))
+            finally:
+                channel.close(linger)
 
     def close(self) -> None:
         """Closes the idle channels; those in use are closed when they are given back."""

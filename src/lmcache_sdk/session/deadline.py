@@ -77,5 +77,6 @@ def checked_timeout(timeout: object) -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise ArgumentTypeError(f"timeout: expected a number of seconds, got {timeout!r}")
     if not (0 < timeout <= MAX_TIMEOUT):
-        raise UsageError(f"timeout: expected more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout!r}")
+        shown = repr(timeout) if isinstance(timeout, float) or timeout.bit_length() < 64 else "a huge integer"
+        raise UsageError(f"timeout: expected more than 0 and at most {MAX_TIMEOUT:g} seconds, got {shown}")
     return float(timeout)

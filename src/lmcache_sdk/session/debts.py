@@ -1,8 +1,9 @@
-"""What calls could not give back in time: operations that still owe something, each with the channel its answers come on.
+"""What calls could not give back in time: operations that still owe something, each with the channel its answers come
+on.
 
-An operation stays in the book until it has finished, also while somebody works on it: a store of the same tokens must not
-begin while an earlier one of them is unresolved (PROTOCOL.md section 6). There is no thread; whoever uses the session next, or
-closes it, goes on with the debts.
+An operation stays in the book until it has finished, also while somebody works on it: a store of the same tokens must
+not begin while an earlier one of them is unresolved (PROTOCOL.md section 6). There is no thread; whoever uses the
+session next, or closes it, goes on with the debts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Hashable
 
 import attrs
 
-from lmcache_sdk.errors import Fate
+from lmcache_sdk.errors import Fate, StoreRejectedError
 from lmcache_sdk.session.deadline import Deadline
 from lmcache_sdk.session.operation import Operation
 
@@ -71,6 +72,12 @@ class DebtBook:
                 if all(debt.claimed for debt in owed):
                     self._changed.wait(deadline.capped(_AT_A_TIME).remaining())
             self.settle(deadline.capped(_AT_A_TIME))
+            stuck = next((debt.operation.stuck for debt in owed if debt in self._debts and debt.operation.stuck), "")
+            if stuck:
+                raise StoreRejectedError(
+                    f"{step}: an earlier store of the same tokens holds slots until the server's write TTL: {stuck}",
+                    fate=Fate.NOT_SENT,
+                )
             deadline.check(
                 f"{step}: an earlier call on the same tokens, which the server has not answered", Fate.NOT_SENT
             )

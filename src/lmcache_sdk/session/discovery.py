@@ -63,12 +63,6 @@ def discover(addresses: Addresses, api_key: str | None, dialect_name: str | None
     return ServerFacts(version, dialect, named is not None, config, status)
 
 
-def ask_status(addresses: Addresses, api_key: str | None, deadline: Deadline) -> StatusDocument:
-    """The server's status now."""
-    with converse(addresses.http_url, api_key, deadline) as http:
-        return parse_status(http.get("/status"))
-
-
 def _version(http: HttpConversation, *, required: bool) -> str:
     """The release from /lmc_version, or from /version whose string is `<release>-<commit>`."""
     for path in ("/lmc_version", "/version"):

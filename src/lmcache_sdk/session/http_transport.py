@@ -42,13 +42,20 @@ class _SpokeFirstError(Exception):
     """The peer sent bytes before it was asked anything: no HTTP server does."""
 
 
+class _Bound:
+    """The deadline that a conversation's connection is bound to now."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self.deadline = deadline
+
+
 class _DeadlineSocket(socket.socket):
     """Every operation takes what remains of one deadline; http.client reads through `recv_into`, whatever drips."""
 
-    deadline: Deadline
+    bound: _Bound
 
     def _arm(self) -> None:
-        remaining = self.deadline.remaining()
+        remaining = self.bound.deadline.remaining()
         if remaining <= 0:
             raise TimeoutError("the deadline passed")
         self.settimeout(remaining)
@@ -67,15 +74,19 @@ class _DeadlineSocket(socket.socket):
 class _ListeningConnection(HTTPConnection):
     """Connects, then listens for a peer that greets before it is asked."""
 
-    deadline: Deadline
+    bound: _Bound
 
     @override
     def _new_conn(self) -> socket.socket:
+        deadline = self.bound.deadline
+        began = deadline.remaining()
         made = _DeadlineSocket(fileno=super()._new_conn().detach())
-        made.deadline = self.deadline
+        # the greeting of a far or busy peer needs as long again as the connection took
+        listen = max(_LISTEN_MS, round(2000 * (began - deadline.remaining())) + _LISTEN_MS // 2)
+        made.bound = self.bound
         poller = select.poll()
         poller.register(made, select.POLLIN)
-        if poller.poll(min(_LISTEN_MS, self.deadline.remaining_ms())):
+        if poller.poll(min(listen, deadline.remaining_ms())):
             spoke = made.recv(1, socket.MSG_PEEK)
             made.close()
             if spoke:
@@ -87,9 +98,9 @@ class _ListeningConnection(HTTPConnection):
 class _Adapter(HTTPAdapter):
     """requests' adapter with connections of the class above, all bound to one deadline."""
 
-    def __init__(self, deadline: Deadline) -> None:
+    def __init__(self, bound: _Bound) -> None:
         super().__init__(max_retries=0)
-        connection = type("_BoundConnection", (_ListeningConnection,), {"deadline": deadline})
+        connection = type("_BoundConnection", (_ListeningConnection,), {"bound": bound})
         pool = type("_BoundPool", (HTTPConnectionPool,), {"ConnectionCls": connection})
         self.poolmanager.pool_classes_by_scheme = {**self.poolmanager.pool_classes_by_scheme, "http": pool}
 
@@ -99,13 +110,21 @@ class HttpConversation:
 
     def __init__(self, base_url: str, api_key: str | None, deadline: Deadline) -> None:
         self._base_url = base_url
-        self._deadline = deadline
+        self._bound = _Bound(deadline)
         self._session = requests.Session()
         self._session.trust_env = False
-        self._session.mount("http://", _Adapter(deadline))
+        self._session.mount("http://", _Adapter(self._bound))
         self._session.headers.update({"Accept-Encoding": "identity", "Accept": "application/json"})
         if api_key is not None:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
+
+    def rebind(self, deadline: Deadline) -> None:
+        """Puts what follows under another deadline; the connection stays open between calls."""
+        self._bound.deadline = deadline
+
+    @property
+    def _deadline(self) -> Deadline:
+        return self._bound.deadline
 
     def get(self, path: str) -> bytes:
         """The body of GET `path`; raises HTTPStatusError for a status other than 200, and see `_translate`."""

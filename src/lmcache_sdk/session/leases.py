@@ -74,6 +74,7 @@ class ReadLease:
         self._free: InFlight[Void] | None = None
         self._prepared: list[_Prepared] = []
         self._num_prepared = 0
+        self.stuck = ""
         self.num_chunks = 0
         """Chunks of the hit prefix that are locked."""
 
@@ -106,8 +107,6 @@ class ReadLease:
     def _found(self, ready: int) -> int:
         asked = self._operation.num_chunks
         if ready > asked:
-            # what it locked cannot be known then; nothing is freed
-            self._machine.record(Event.NOTHING_CACHED)
             raise RemoteProtocolError(f"prefetch_status: {ready} chunks of {asked} asked for", path="prefetch_status")
         self.num_chunks = ready
         self._machine.record(Event.PREFETCH_READY if ready else Event.NOTHING_CACHED)
@@ -181,18 +180,29 @@ class ReadLease:
         while True:
             query = self._query or self._ask()
             status = operation.settle(query, deadline)
-            if status is not None and status.ready_chunks is not None:
-                break
             if not query.settled:
                 return False
-            self._query = None  # answered, but still loading (or illegally): ask again
+            if status is None or (status.ready_chunks or 0) > operation.num_chunks:
+                return self._free_unknown(deadline)
+            if status.ready_chunks is not None:
+                self._found(status.ready_chunks)
+                return True
+            self._query = None  # answered, but still loading: ask again
             operation.channel.pause(_LONGEST_PAUSE, deadline, interruptible=False)
             if deadline.passed:
                 return False
-        try:
-            self._found(status.ready_chunks)
-        except RemoteProtocolError as error:
-            _log.warning("%s: %s", operation.name, error)
+
+    def _free_unknown(self, deadline: Deadline) -> bool:
+        """The number was delivered, once, and was no number: what is locked will never be known.
+
+        From 0.5.4 on the server clips FREE to the hit that its session recorded. Before, the TTL must do it.
+        """
+        if self._operation.channel.exchange.dialect.free_clips_to_hit:
+            if self._free is None:
+                self._free = self._operation.submit(FreeLookupLocks(key=self._whole()))
+            if self._operation.settle(self._free, deadline) is None:
+                return False
+        self._machine.record(Event.FREED)
         return True
 
     def _commit_rest(self, deadline: Deadline) -> bool:
@@ -233,6 +243,11 @@ class ReadLease:
         self._free = None
         self.prepare(self.num_chunks - self._num_prepared)
         return self._commit_rest(deadline) and self._free_rest(deadline)
+
+    @property
+    def forbids_unregister(self) -> bool:
+        """Never: read locks do not publish anything."""
+        return False
 
     def last_resort(self) -> None:
         """FREE without waiting, where the server binds it to the session and its own record of the hit."""

@@ -17,7 +17,7 @@ from typing import Final, Protocol, TypeVar
 
 import attrs
 
-from lmcache_sdk.errors import KVCacheSDKError
+from lmcache_sdk.errors import ConnectionLostError, DeadlineExceededError, KVCacheSDKError
 from lmcache_sdk.protocol import EndSession, InFlight, IPCCacheServerKey, Request
 from lmcache_sdk.session.channel import Channel
 from lmcache_sdk.session.deadline import Deadline
@@ -26,7 +26,8 @@ from lmcache_sdk.values import InstanceId, RequestId, TokenIds, override
 R = TypeVar("R")
 _log = logging.getLogger("lmcache_sdk.session")
 
-CLEANUP_SECONDS: Final = 0.8
+_SILENCE_SECONDS: Final = 1.0
+CLEANUP_SECONDS: Final = 0.5
 """The budget of a call's clean-up, which runs even when the caller's deadline is spent."""
 
 
@@ -35,6 +36,13 @@ class Obligation(Protocol):
 
     def fulfil(self, deadline: Deadline) -> bool:
         """Goes on giving it back, as far as answers come; whether nothing is owed any more. Raises no error of ours."""
+
+    stuck: str
+    """Why only the server's TTL can end it; empty while an answer can."""
+
+    @property
+    def forbids_unregister(self) -> bool:
+        """Whether the server would publish unwritten bytes if our instance left now."""
 
     def last_resort(self) -> None:
         """What can still be sent, unanswered, when nobody will come back; only what cannot harm others."""
@@ -48,6 +56,9 @@ class Probe(Protocol):
 
     def model_has_left(self, model_name: str, deadline: Deadline) -> bool:
         """Whether the server answers and no instance holds this model any more."""
+
+    def close(self) -> None:
+        """Frees what it holds."""
 
 
 @attrs.frozen
@@ -110,7 +121,21 @@ class Operation:
         return self.channel.submit(request)
 
     def wait(self, entry: InFlight[R]) -> R:
-        """Waits for a reply under the call's deadline."""
+        """Waits for a reply under the call's deadline.
+
+        A server that has forgotten our instance never answers its transfers. So when an answer takes long, it is asked
+        over HTTP whether it still knows us; ConnectionLostError when it does not.
+        """
+        patience = _SILENCE_SECONDS
+        while self._probe is not None and patience < self.deadline.remaining() / 2:
+            try:
+                return self.channel.wait(entry, self.deadline.capped(patience), self.name)
+            except DeadlineExceededError:
+                if self._probe.instance_has_left(self.identity.instance_id, self.deadline.capped(_SILENCE_SECONDS)):
+                    raise ConnectionLostError(
+                        f"{self.name}: {entry.name.upper()}: the server no longer knows this instance"
+                    ) from None
+            patience *= 2
         return self.channel.wait(entry, self.deadline, self.name)
 
     def call(self, request: Request[R]) -> R:
@@ -137,7 +162,7 @@ class Operation:
         """Gives back what is owed, then ends the server's session; whether nothing is owed any more."""
         while self._obligations and not self.channel.broken:
             if not self._obligations[0].fulfil(deadline):
-                return self.channel.broken
+                return False
             self._obligations.pop(0)
         if self._open and not self.channel.broken:
             self._open = False
@@ -156,9 +181,19 @@ class Operation:
                 _log.debug("%s: %s", self.name, error)
 
     @property
+    def stuck(self) -> str:
+        """Why only the server's TTL can end what is owed; empty while an answer can."""
+        return next((obligation.stuck for obligation in self._obligations if obligation.stuck), "")
+
+    @property
     def owing(self) -> bool:
-        """Whether something must still be given back."""
+        """Whether something must still be given back, and can be."""
         return bool(self._obligations) and not self.channel.broken
+
+    @property
+    def forbids_unregister(self) -> bool:
+        """Whether something is open that the server would publish if our instance left."""
+        return any(obligation.forbids_unregister for obligation in self._obligations)
 
     @override
     def __repr__(self) -> str:

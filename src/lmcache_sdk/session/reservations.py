@@ -68,6 +68,8 @@ class Reservation:
         self._commit: InFlight[Committed] | None = None
         self._indices: tuple[int, ...] = ()
         self._prepared_at = 0.0
+        self.stuck = ""
+        """Why only the server's TTL can end it; empty while an answer can."""
         self.written: tuple[int, ...] = ()
         """The chunks that were published, counted from the operation's first."""
 
@@ -90,8 +92,14 @@ class Reservation:
         self._take_slots(prepared)
         if self._machine.state is ReservationState.RESERVED:
             interruption = self._fill(prepared, writer)
-            self._send_commit(b"")
-            self._wait_verdict()
+            try:
+                self._check_alive()
+                self._send_commit(b"")
+                self._wait_verdict()
+            except KVCacheSDKError as error:
+                if interruption is not None:
+                    raise interruption from error
+                raise
             if interruption is not None:
                 raise interruption
 
@@ -128,7 +136,6 @@ class Reservation:
                 interruption = error
                 if attempt + 1 == _WRITE_ATTEMPTS:
                     raise
-        self._check_alive()
         return interruption
 
     def _send_commit(self, data: Buffer) -> None:
@@ -183,9 +190,11 @@ class Reservation:
                 self._take_slots(prepared)
             if self._machine.state is ReservationState.RESERVED:
                 self._fill(prepared, self._writer)
+                self._check_alive()
                 self._send_commit(b"")
         except (KVCacheSDKError, RuntimeError, ValueError, TypeError) as error:
             # illegal slots, or too late: nothing may be published, and UNREGISTER would do that, so it stays owed
+            self.stuck = str(error)
             _log.warning("%s: a reservation could not be completed: %s", self._operation.name, error)
 
     def _keep_copy(self) -> None:
@@ -199,6 +208,11 @@ class Reservation:
             return False
         self._machine.record(Event.TTL_PASSED)
         return True
+
+    @property
+    def forbids_unregister(self) -> bool:
+        """Whether slots of ours may be reserved and unpublished; an inline payload reserves nothing."""
+        return self._prepare is not None and self._machine.state not in _DONE
 
     def last_resort(self) -> None:
         """Nothing: what cannot be committed must not be touched."""

@@ -17,12 +17,12 @@ import threading
 from collections.abc import Hashable, Iterator
 from typing import Final
 
-from lmcache_sdk.errors import KVCacheSDKError, SessionClosedError
+from lmcache_sdk.errors import ConnectionLostError, Fate, KVCacheSDKError, SessionClosedError
 from lmcache_sdk.protocol import Dialect, Registered
 from lmcache_sdk.session import registration
 from lmcache_sdk.session.addresses import Addresses
 from lmcache_sdk.session.channel import Channel, ChannelPool
-from lmcache_sdk.session.deadline import Deadline
+from lmcache_sdk.session.deadline import Deadline, boot_time
 from lmcache_sdk.session.debts import DebtBook
 from lmcache_sdk.session.gate import KeyGate
 from lmcache_sdk.session.operation import CLEANUP_SECONDS, Identity, Operation, Probe
@@ -51,13 +51,19 @@ class Session:
         self._changed = threading.Condition()
         self._gate = KeyGate(self._changed, self.check_open)
         self._active = 0
-        self._instances: list[InstanceId] = []
+        self._instances: dict[InstanceId, tuple[str, registration.RegisteredShape]] = {}
         self._debts = DebtBook(self._changed, self._take_back)
         self.probe: Probe | None = None
         """Asks the server over HTTP; None while there is nobody to ask."""
+        self.grace: float | None = None
+        """Seconds after which the server forgets a silent instance; None when it does not say."""
         self._wake_read, self._wake_write = os.pipe()
         self._context = new_context()
-        self._channels = ChannelPool(self._connect)
+        self._channels = ChannelPool(self._connect, self._note_loss)
+        self._lost = False
+        self._tainted = False
+        """Slots of ours may be reserved and can no longer be completed: UNREGISTER would publish them."""
+        self._last_transfer = boot_time()
         self._released = False
 
     def _connect(self, deadline: Deadline, step: str) -> Channel:
@@ -73,17 +79,17 @@ class Session:
     ) -> tuple[InstanceId, Registered]:
         """Registers a new instance under `model_name`; `close` unregisters it."""
         instance_id = registration.new_instance_id()
-        with self._channels.borrow(deadline, "connect") as channel:
+        with self._entered(), self._channels.borrow(deadline, "connect") as channel:
             # remembered before it is sent: an answer that comes too late must be unregistered all the same
-            self._instances.append(instance_id)
+            self._instances[instance_id] = (model_name, shape)
             reply = registration.register(channel, instance_id, model_name, shape, deadline, "connect")
         return instance_id, reply
 
     def unregister(self, instance_id: InstanceId, deadline: Deadline) -> None:
         """Unregisters one instance now."""
-        with self._channels.borrow(deadline, "connect") as channel:
+        with self._entered(), self._channels.borrow(deadline, "connect") as channel:
             registration.unregister(channel, instance_id, deadline, "connect")
-            self._instances.remove(instance_id)
+            del self._instances[instance_id]
 
     def map_pool(self, registered: Registered) -> None:
         """Maps the pool that a registration named, if it named one."""
@@ -105,11 +111,17 @@ class Session:
         key = (tokens, cache_salt, identity.model_name)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._entered())
+            if self._lost:
+                raise ConnectionLostError(
+                    f"{name}: the connection to {self.addresses.url} was lost", fate=Fate.NOT_SENT
+                )
             self._debts.settle(Deadline.after(0.0))
             if exclusive:
                 stack.enter_context(self._gate.hold(key, deadline, name))
                 self._debts.settle_key(key, deadline, name)
             channel = stack.enter_context(self._channels.borrow(deadline, name))
+            if exclusive:
+                self._keep_alive(channel, identity.instance_id, deadline, name)
             made = Operation(name, channel, identity, tokens, cache_salt, deadline, self.probe)
             try:
                 yield made
@@ -125,9 +137,31 @@ class Session:
             if not finished and operation.owing:
                 operation.channel.kept = True
                 self._debts.add(key, operation)
+            self._tainted = self._tainted or (operation.forbids_unregister and operation.channel.broken)
+
+    def _keep_alive(self, channel: Channel, instance_id: InstanceId, deadline: Deadline, step: str) -> None:
+        """Registers the same instance again when it was idle for long: no heartbeat, and no PING, which would shorten
+        the reaper's patience below the write TTL (PROTOCOL.md section 7, FAULTS.md 7.2).
+        """
+        idle = boot_time() - self._last_transfer
+        self._last_transfer = boot_time()
+        known = self._instances.get(instance_id)
+        if known is None or self.grace is None or idle < self.grace / 4:
+            return
+        reply = registration.register(channel, instance_id, *known, deadline, step)
+        mapped = ("", 0) if self.pool is None else (self.pool.name, self.pool.size)
+        if (reply.shm_name, reply.pool_size) != mapped:
+            self._lost = True
+            raise ConnectionLostError(
+                f"{step}: the server has another pool than the one mapped here", fate=Fate.NOT_SENT
+            )
+
+    def _note_loss(self) -> None:
+        self._lost = True
 
     def _take_back(self, operation: Operation) -> None:
-        """The channel of an operation that owes nothing any more."""
+        """The channel of an operation that owes nothing any more, or whose answers can never come."""
+        self._tainted = self._tainted or operation.forbids_unregister
         operation.channel.kept = False
         self._channels.give_back(operation.channel)
 
@@ -187,7 +221,7 @@ class Session:
         with self._changed:
             idle = self._changed.wait_for(lambda: self._active == 0, deadline.remaining())
         try:
-            if idle and self._debts.settle(deadline):
+            if idle and self._debts.settle(deadline) and not self._tainted:
                 self._unregister_all(Deadline.after(CLEANUP_SECONDS))
         finally:
             with self._changed:
@@ -201,7 +235,7 @@ class Session:
             try:
                 with self._channels.borrow(deadline, "close") as channel:
                     registration.unregister(channel, instance_id, deadline, "close")
-                self._instances.remove(instance_id)
+                del self._instances[instance_id]
             except KVCacheSDKError as error:
                 _log.debug("close: UNREGISTER was not answered: %s", error)
                 return
@@ -215,6 +249,8 @@ class Session:
         for operation in self._debts.give_up():
             operation.give_up()
             operation.channel.close(_ABANDON_LINGER)
+        if self.probe is not None:
+            self.probe.close()
         self._channels.close()
         self._context.term()
         if self.pool is not None:
@@ -235,8 +271,8 @@ class Session:
         if busy:
             os.write(self._wake_write, b"!")
             return
-        if not self._debts:
-            self._channels.say_goodbye(self._instances, _ABANDON_LINGER)
+        if not self._debts and not self._tainted:
+            self._channels.say_goodbye(list(self._instances), _ABANDON_LINGER)
         self._release()
 
     @override

@@ -1,0 +1,127 @@
+"""The connection of a context, and what to do when it has gone bad.
+
+`Link.call` runs one call on the current connection. When the server went away, was restarted, or has forgotten this
+instance, it connects again as `connect` did (release, configuration, status, a new instance id, a new mapping, the
+proof) and tries the call once more inside its deadline: lookups and retrieves always, stores only when nothing of the
+first try can still happen. A server that came back as another one (chunk size, layout, release) is a
+`LayoutChangedError`. Timeouts get their likely cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from lmcache_sdk.errors import (
+    ConnectionLostError,
+    DeadlineExceededError,
+    Fate,
+    KVCacheSDKError,
+    LayoutChangedError,
+    NotRegisteredError,
+)
+from lmcache_sdk.facade.connecting import ConnectArguments, Connection, open_connection
+from lmcache_sdk.protocol import registered_models
+from lmcache_sdk.session import Deadline, Renewable
+
+R = TypeVar("R")
+
+
+class Link:
+    """See the module. Thread-safe."""
+
+    def __init__(self, arguments: ConnectArguments, connection: Connection) -> None:
+        self._arguments = arguments
+        self._connection = Renewable(connection)
+
+    @property
+    def current(self) -> Connection:
+        """The connection that is good now, as far as anybody knows."""
+        return self._connection.current
+
+    def replace(self, old: Connection, new: Connection, deadline: Deadline) -> None:
+        """Puts `new` in the place of `old`, unless somebody replaced it already."""
+        self._connection.renew(old, lambda _: new, deadline, "retrieve")
+
+    def call(self, step: str, deadline: Deadline, body: Callable[[Connection], R], *, idempotent: bool) -> R:
+        """Runs `body`; see the module."""
+        connection = self.current
+        try:
+            try:
+                return body(connection)
+            except ConnectionLostError as error:
+                fresh = self._connect_again(connection, step, deadline, error)
+                if not idempotent and error.fate is not Fate.NOT_SENT and _still_knows(fresh, connection):
+                    # the first try may only be late: a second PREPARE of the same tokens must not be sent
+                    raise
+                return body(fresh)
+        except DeadlineExceededError as error:
+            raise _explained(error, self.current) from error
+
+    def _connect_again(self, bad: Connection, step: str, deadline: Deadline, cause: ConnectionLostError) -> Connection:
+        def make(old: Connection) -> Connection:
+            old.endpoint.session.check_open()
+            fresh = open_connection(self._arguments, deadline)
+            try:
+                _check_same(old, fresh)
+            except BaseException:
+                fresh.endpoint.session.close()
+                raise
+            old.endpoint.session.close()
+            return fresh
+
+        try:
+            return self._connection.renew(bad, make, deadline, step)
+        except KVCacheSDKError as error:
+            if isinstance(error, (LayoutChangedError, NotRegisteredError)):
+                raise
+            raise ConnectionLostError(f"{cause}; connecting again failed: {error}", fate=cause.fate) from error
+
+
+def check_registered(connection: Connection, step: str, deadline: Deadline) -> None:
+    """Raises NotRegisteredError when no instance holds the model: a lookup answers 0 then, cached or not.
+
+    The status is asked for after the lookup that answered 0 (PROTOCOL.md section 5).
+    """
+    probe = connection.probe
+    model_name = connection.endpoint.identity.model_name
+    known = registered_models(probe.status(deadline))
+    if model_name not in known:
+        raise NotRegisteredError(
+            f"{step}: no engine holds {model_name!r} any more (registered: "
+            f"{', '.join(map(repr, known)) or 'none'}), so the server "
+            "finds nothing of it, cached or not",
+            registered_models=known,
+        )
+
+
+def _still_knows(fresh: Connection, old: Connection) -> bool:
+    """Whether the server that we are connected to now still holds the old instance: the same process, then."""
+    known = fresh.facts.status.registered_non_cuda_instance_ids or ()
+    return old.endpoint.identity.instance_id in known
+
+
+def _check_same(old: Connection, fresh: Connection) -> None:
+    for what, before, after in (
+        ("release", old.facts.dialect.release, fresh.facts.dialect.release),
+        ("chunk size", str(old.facts.chunk_size), str(fresh.facts.chunk_size)),
+        ("layout", _shown(old), _shown(fresh)),
+    ):
+        if before != after:
+            raise LayoutChangedError(
+                f"the server came back with another {what}: {before} before, {after} now; call connect() again",
+                before=before,
+                after=after,
+            )
+
+
+def _shown(connection: Connection) -> str:
+    layout = connection.model.layout
+    return "unknown" if layout is None else layout.describe()
+
+
+def _explained(error: DeadlineExceededError, connection: Connection) -> DeadlineExceededError:
+    if error.fate is Fate.NOT_SENT:
+        return error
+    why = connection.probe.why_silent(connection.endpoint.identity.instance_id)
+    return DeadlineExceededError(f"{error} ({why})", step=error.step, fate=error.fate)
