@@ -267,13 +267,18 @@ def _value(cls: type) -> str:
     """A class of values: how it is made, its attributes, then what it can be asked."""
     entry = _entry(cls.__name__, signature(cls.__name__, cls), cls)
     rows = [
-        (code(signature(name, inspect.unwrap(getattr(cls, name)))), _summary(getattr(cls, name)))
-        if inspect.isroutine(getattr(cls, name))
-        else (code(f"{name}: {_annotation(inspect.signature(_getter(member)).return_annotation)}"), _summary(member))
+        (code(_asked(cls, name, member)), _summary(getattr(cls, name)))
         for name, member in vars(cls).items()
         if not name.startswith("_") and isinstance(member, (property, classmethod, FunctionType))
     ]
     return "\n".join((entry, table(("method or property", "what it gives"), rows), "")) if rows else entry
+
+
+def _asked(cls: type, name: str, member: object) -> str:
+    """A property with its type, or a method with its signature."""
+    if isinstance(member, property):
+        return f"{name}: {_annotation(inspect.signature(_getter(member)).return_annotation)}"
+    return signature(name, getattr(cls, name))
 
 
 def _summary(of: object) -> str:

@@ -124,6 +124,9 @@ def test_names_outside_the_list_are_refused(payload: bytes) -> None:
         HEAD + b"ccollections\nOrderedDict\nR.",
         HEAD + b"ccollections\nOrderedDict\nNR.",
         HEAD + b"]ccollections\nOrderedDict\n)Ra.",
+        HEAD + b"]ctorch.storage\n_load_from_bytes\n)Ra.",
+        HEAD + b"]ctorch.storage\n_load_from_bytes\n\x8c\x01x\x85Ra.",
+        HEAD + b"]ctorch.storage\n_load_from_bytes\nC\x00\x85Ra.",
         HEAD + b"]ccollections\nOrderedDict\n(N\x85tRa.",
         HEAD + b"h\x00.",
         HEAD + b"j\xff\xff\xff\xff.",
@@ -240,6 +243,7 @@ def test_a_tensor_where_a_number_belongs_is_refused() -> None:
         (b"torch\nBFloat16Storage", b"torch.storage\nUntypedStorage", ""),
         (b"Ntq\x04Q.", b"Ntq\x04.", "not a storage"),
         (b"a.\x10", b"e.\x10", "no mark"),
+        (b"}q\x00(X\x10", b"ctorch\nHalfStorage\n)RX\x10", "a call of HalfStorage inside"),
     ],
 )
 def test_a_recorded_payload_with_one_wrong_fact_is_refused(old: bytes, new: bytes, words: str) -> None:
@@ -284,6 +288,23 @@ def test_the_clients_form_with_one_wrong_fact_is_refused(old: bytes, new: bytes)
     assert len(read_stored_payload(memoryview(BY_HAND), PayloadForm.PICKLE, max_nbytes=64)) == 2
     with pytest.raises(RemoteProtocolError):
         read_stored_payload(memoryview(replaced(BY_HAND, old, new)), PayloadForm.PICKLE, max_nbytes=64)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "path"),
+    [
+        (b"\xa8bfloat16", b"\xa7float32", "payload.tensors[0].data"),
+        (b"\xa8bfloat16", b"\xa6Tensor", "payload.tensors[0].dtype"),
+        (b"\x94\x02\x01\x04\x02", b"\x94\x02\x01\x04\x03", "payload.tensors[0].data"),
+        (b"\x94\x02\x01\x04\x02", b"\x94\x02\x01\x04\x00", "payload"),
+        (b"\xa8bfloat16", b"\xa5int64", "payload.tensors[0].data"),
+    ],
+)
+def test_an_envelope_with_one_wrong_fact_is_refused(old: bytes, new: bytes, path: str) -> None:
+    payload = replaced(payload_of(GOLDEN["0.5.7rc2-one_bfloat16_2_1_4_2"]), old, new)
+    with pytest.raises(RemoteProtocolError) as caught:
+        read_payload(memoryview(payload), PayloadForm.ENVELOPE, num_tensors=1, max_nbytes=2**20)
+    assert caught.value.path == path
 
 
 def tensors_or_refused(payload: bytes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,6 +22,22 @@ MLA = KVLayout(num_layers=3, dtype=torch.bfloat16, head_dim=8, is_mla=True)
 
 def kv(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return bits(shape, dtype, seed=1)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on a device that this machine does not have."""
+
+    works: ClassVar[bool] = True
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override] # torch declares it as an attribute
+        return torch.device("cuda:0")
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.works:
+            raise RuntimeError("no such device")
+        assert self.numel() == 1, "the probe copies one element, not the cache"
+        return torch.zeros(1)
 
 
 class TestCheckKV:
@@ -62,6 +78,15 @@ class TestCheckKV:
     def test_what_is_no_dense_tensor_is_refused(self, given_: Any, words: str) -> None:
         with pytest.raises(ArgumentTypeError, match=words):
             check_kv(given_, LAYOUT, 16)
+
+    def test_a_device_that_cannot_be_read_is_found_before_anything_is_sent(self) -> None:
+        assert check_kv(torch.zeros(2, 3, 16, 8).to(torch.bfloat16).as_subclass(Elsewhere), LAYOUT, 16) is not None
+        Elsewhere.works = False
+        try:
+            with pytest.raises(ArgumentTypeError, match="on cuda:0 cannot be copied to the CPU"):
+                check_kv(torch.zeros(2, 3, 16, 8).to(torch.bfloat16).as_subclass(Elsewhere), LAYOUT, 16)
+        finally:
+            Elsewhere.works = True
 
     @pytest.mark.parametrize(
         ("given_", "words"),

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_sdk.errors import LocalProtocolError, RemoteProtocolError
+from lmcache_sdk.protocol import envelope as module
 from lmcache_sdk.protocol.envelope import MAX_TENSORS, bin_header, decode_envelope, envelope_head, tensor_head
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "wire" / "lmcache-0.5.7rc2.json").read_text())
@@ -137,6 +138,18 @@ def test_bin_header_of_large_data(nbytes: int, header: bytes) -> None:
 def test_envelope_head_announces_the_tensors(num_tensors: int) -> None:
     whole = envelope_head(num_tensors) + encode(tensor()) * num_tensors
     assert whole == encode(envelope(*[tensor()] * num_tensors))
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MAX_TENSOR_NBYTES", 5), ("MAX_ENVELOPE_NBYTES", 11)])
+def test_more_bytes_than_the_limits_are_refused(limit: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real limits are gigabytes: lowered here to one byte below what two small tensors have."""
+    payload = memoryview(encode(envelope(tensor(), tensor())))
+    monkeypatch.setattr(module, limit, most + 1)
+    assert len(decode_envelope(payload).tensors) == 2
+    monkeypatch.setattr(module, limit, most)
+    with pytest.raises(RemoteProtocolError, match="limits") as caught:
+        decode_envelope(payload)
+    assert caught.value.path.startswith("payload.tensors[")
 
 
 def test_what_no_frame_can_carry_is_our_own_mistake() -> None:

@@ -56,6 +56,8 @@ class ModelFacts:
 
     layout: KVLayout | None
     """The geometry for stores; None when nobody has told it."""
+    published: KVLayout | None
+    """The geometry that the server told at connect."""
     layout_problem: str
     """Why `layout` is None although the server publishes one; empty otherwise."""
     prewarm: bool
@@ -167,7 +169,7 @@ def _model_facts(facts: ServerFacts, arguments: ConnectArguments) -> ModelFacts:
         raise _not_registered(arguments.model_name, facts)
     if arguments.layout is not None:
         check_uncompressed(arguments.layout)
-    return ModelFacts(arguments.layout, "", prewarm=not driven)
+    return ModelFacts(arguments.layout, None, "", prewarm=not driven)
 
 
 def _check_world_size(entries: dict[str, CacheContextEntry], facts: ServerFacts) -> None:
@@ -198,7 +200,7 @@ def _published(entries: dict[str, CacheContextEntry], arguments: ConnectArgument
     if found is not None:
         check_uncompressed(found)
     if arguments.layout is None:
-        return ModelFacts(found, problem, prewarm=False)
+        return ModelFacts(found, found, problem, prewarm=False)
     if found is not None and not same_objects(found, arguments.layout):
         raise LayoutError(
             f"connect: layout={arguments.layout.describe()} was given, but the engine's layout of "
@@ -206,7 +208,7 @@ def _published(entries: dict[str, CacheContextEntry], arguments: ConnectArgument
             f"{found.describe()}; leave layout out to use the engine's"
         )
     check_uncompressed(arguments.layout)
-    return ModelFacts(found or arguments.layout, "", prewarm=False)
+    return ModelFacts(found or arguments.layout, found, "", prewarm=False)
 
 
 def same_objects(one: KVLayout, other: KVLayout) -> bool:

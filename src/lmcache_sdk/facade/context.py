@@ -181,9 +181,14 @@ class LMCacheKVCacheContext:
         if not len(whole):
             return StoreResult(0, 0, 0, tail, f"no whole chunk of {self.chunk_size} tokens: nothing was stored")
         job = StoreJob(layout, checked, whole, salt, tail, refuse)
-        return self._link.call(
-            "store", deadline, lambda connection: store_chunks(connection.endpoint, job, deadline), idempotent=False
-        )
+
+        def body(connection: Connection) -> StoreResult:
+            result = store_chunks(connection.endpoint, job, deadline)
+            if result.missing_chunks == result.total_chunks:
+                check_registered(connection, "store", deadline)
+            return result
+
+        return self._link.call("store", deadline, body, idempotent=False)
 
     def close(self) -> None:
         """Unregisters and frees everything; calls in flight fail with SessionClosedError. Bounded; twice does no harm.

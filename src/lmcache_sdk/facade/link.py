@@ -9,6 +9,7 @@ first try can still happen. A server that came back as another one (chunk size, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -20,11 +21,12 @@ from lmcache_sdk.errors import (
     LayoutChangedError,
     NotRegisteredError,
 )
-from lmcache_sdk.facade.connecting import ConnectArguments, Connection, open_connection
+from lmcache_sdk.facade.connecting import ConnectArguments, Connection, open_connection, with_layout
 from lmcache_sdk.protocol import registered_models
 from lmcache_sdk.session import Deadline, Renewable
 
 R = TypeVar("R")
+_log = logging.getLogger("lmcache_sdk.facade")
 
 
 class Link:
@@ -45,18 +47,27 @@ class Link:
 
     def call(self, step: str, deadline: Deadline, body: Callable[[Connection], R], *, idempotent: bool) -> R:
         """Runs `body`; see the module."""
+        _log.debug("%s started", step)
+        try:
+            answer = self._call(step, deadline, body, idempotent=idempotent)
+        except BaseException as error:
+            _log.debug("%s failed: %s", step, type(error).__name__)
+            if isinstance(error, DeadlineExceededError):
+                raise _explained(error, self.current) from error
+            raise
+        _log.debug("%s complete", step)
+        return answer
+
+    def _call(self, step: str, deadline: Deadline, body: Callable[[Connection], R], *, idempotent: bool) -> R:
         connection = self.current
         try:
-            try:
-                return body(connection)
-            except ConnectionLostError as error:
-                fresh = self._connect_again(connection, step, deadline, error)
-                if not idempotent and error.fate is not Fate.NOT_SENT and _still_knows(fresh, connection):
-                    # the first try may only be late: a second PREPARE of the same tokens must not be sent
-                    raise
-                return body(fresh)
-        except DeadlineExceededError as error:
-            raise _explained(error, self.current) from error
+            return body(connection)
+        except ConnectionLostError as error:
+            fresh = self._connect_again(connection, step, deadline, error)
+            if not idempotent and error.fate is not Fate.NOT_SENT and _still_knows(fresh, connection):
+                # the first try may only be late: a second PREPARE of the same tokens must not be sent
+                raise
+            return body(fresh)
 
     def _connect_again(self, bad: Connection, step: str, deadline: Deadline, cause: ConnectionLostError) -> Connection:
         def make(old: Connection) -> Connection:
@@ -64,6 +75,8 @@ class Link:
             fresh = open_connection(self._arguments, deadline)
             try:
                 _check_same(old, fresh)
+                if fresh.model.layout is None and old.model.layout is not None:  # learned from an object before
+                    fresh = with_layout(fresh, old.model.layout, deadline)
             except BaseException:
                 fresh.endpoint.session.close()
                 raise
@@ -105,7 +118,7 @@ def _check_same(old: Connection, fresh: Connection) -> None:
     for what, before, after in (
         ("release", old.facts.dialect.release, fresh.facts.dialect.release),
         ("chunk size", str(old.facts.chunk_size), str(fresh.facts.chunk_size)),
-        ("layout", _shown(old), _shown(fresh)),
+        ("layout", _published(old), _published(fresh)),
     ):
         if before != after:
             raise LayoutChangedError(
@@ -115,9 +128,9 @@ def _check_same(old: Connection, fresh: Connection) -> None:
             )
 
 
-def _shown(connection: Connection) -> str:
-    layout = connection.model.layout
-    return "unknown" if layout is None else layout.describe()
+def _published(connection: Connection) -> str:
+    layout = connection.model.published
+    return "not published" if layout is None else layout.describe()
 
 
 def _explained(error: DeadlineExceededError, connection: Connection) -> DeadlineExceededError:

@@ -21,6 +21,7 @@ from typing import TypeVar
 from lmcache_sdk.errors import ConnectError, ConnectionLostError, Fate, KVCacheSDKError, RemoteProtocolError
 from lmcache_sdk.protocol import AnsweredLate, Dialect, Exchange, Frames, InFlight, Request, Unregister
 from lmcache_sdk.session.deadline import Deadline
+from lmcache_sdk.session.tracing import trace, tracing
 from lmcache_sdk.session.transport import Transport
 from lmcache_sdk.values import InstanceId, override
 
@@ -39,10 +40,13 @@ class Channel:
         self.kept = False
         """Not to be given to another operation: a reservation that is open waits for its answer here."""
         self._transport = transport
+        self._tracing = tracing()
 
     def submit(self, request: Request[R]) -> InFlight[R]:
         """Sends a request and returns at once."""
         entry = self.exchange.send(request)
+        if self._tracing:
+            trace(">", entry.name, entry.frames)
         try:
             self._transport.send(entry.frames)
         except BaseException:
@@ -91,6 +95,8 @@ class Channel:
             self.broken = self.lost = True
 
     def _take(self, frames: Frames) -> None:
+        if self._tracing:
+            trace("<", "reply", frames)
         try:
             event = self.exchange.receive(frames)
         except RemoteProtocolError as error:
