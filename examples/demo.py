@@ -142,7 +142,8 @@ def store_and_read(
     what = f"{list(back.shape)}, {megabytes(back)}, {took:.1f} ms; equal bit for bit"
     report.check("retrieve", what, same_bits(back, kv[:, :, :hit]))
     again = ctx.store(random_kv(layout, len(tokens)), tokens)
-    report.say("store", f"other KV, same ids: {again.already_cached_chunks} chunks were cached already, none written")
+    counts = f"other KV, same ids: {again.already_cached_chunks} chunks were cached already"
+    report.check("store", f"{counts}; none written", bool(again) and again.written_chunks == 0)
     report.check("retrieve", "the first writer's KV is still there", same_bits(ctx.retrieve(tokens), back))
     return back
 

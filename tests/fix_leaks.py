@@ -26,6 +26,7 @@ GRACE: Final = 5.0
 """Seconds a resource has to go away; only a leak, or a slow machine, ever waits that long."""
 
 _WATCHED: Final = ("socket:", "pipe:", "anon_inode:", "/dev/shm/", "/memfd:")
+_SHARED: Final = b"/dev/shm/"
 _FAILED: Final = pytest.StashKey[bool]()
 
 
@@ -104,7 +105,10 @@ def _descriptors() -> Iterator[str]:
 
 
 def _mappings() -> Iterator[str]:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5].startswith("/dev/shm/"):
-            yield f"mapping {fields[0]} of {fields[5]}"
+    maps = Path("/proc/self/maps").read_bytes()
+    if _SHARED not in maps:  # thousands of lines, read twice for each test: split only when there is something
+        return
+    for line in maps.splitlines():
+        if _SHARED in line:
+            place, _, rest = line.decode().partition(" ")
+            yield f"mapping {place} of {rest[rest.index(_SHARED.decode()) :]}"

@@ -61,6 +61,7 @@ TREE: Final[dict[str, set[str]]] = {
     "facade": {
         *("__init__", "context", "transfer", "results"),
         "canary",  # the proof that the mapped pool is the server's
+        "link",  # a connection that has gone bad, made again
         "connecting",  # the handshake, in its order
         "arguments",  # what a user may pass, checked before the first request
         "storing",  # the store half of transfer

@@ -169,7 +169,7 @@ class RealServer:
         """The locks, sessions, jobs and registrations it holds now."""
         return Held.from_status(self.status())
 
-    def wait_until_held(self, expected: Held, timeout: float = 5.0) -> Held:
+    def wait_until_held(self, expected: Held, timeout: float = 2.0) -> Held:
         """Wait, bounded, until it holds what is expected; what it holds at the end, for the caller to compare.
 
         A client's END_SESSION may be answered a moment before /status counts it.

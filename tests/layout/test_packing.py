@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lmcache_sdk.errors import ArgumentTypeError, Fate, ShapeMismatchError
 from lmcache_sdk.layout import KVLayout, check_kv, new_result, pack_chunk, unpack
 from lmcache_sdk.layout.axes import TOKEN
+from lmcache_sdk.values import override
 from tests.layout.golden import raw_bytes
 from tests.layout.strategies import bits, layouts
 
@@ -30,9 +31,11 @@ class Elsewhere(torch.Tensor):
     works: ClassVar[bool] = True
 
     @property
+    @override
     def device(self) -> torch.device:  # type: ignore[override] # torch declares it as an attribute
         return torch.device("cuda:0")
 
+    @override
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.works:
             raise RuntimeError("no such device")

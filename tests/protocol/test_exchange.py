@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import settings
@@ -19,7 +21,7 @@ def exchange() -> p.Exchange:
     return p.Exchange(DIALECT)
 
 
-def reply_to(entry: p.InFlight[object], frame: bytes | None) -> list[bytes]:
+def reply_to(entry: p.InFlight[Any], frame: bytes | None) -> list[bytes]:
     uid, operation = p.encode_request(DIALECT, entry.correlation_id, entry.request)[:2]
     return [bytes(uid), bytes(operation)] if frame is None else [bytes(uid), bytes(operation), frame]
 

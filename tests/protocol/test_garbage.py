@@ -192,7 +192,9 @@ def test_what_cannot_be_encoded_has_one_error_too(release: str) -> None:
 # ---- sizes
 
 
-@pytest.mark.parametrize("header", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"])
+@pytest.mark.parametrize(
+    "header", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"]
+)
 @pytest.mark.parametrize("release", p.DIALECTS)
 def test_a_header_that_claims_gigabytes_is_refused_before_they_are_made(release: str, header: bytes) -> None:
     dialect = p.DIALECTS[release]

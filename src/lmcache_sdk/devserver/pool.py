@@ -89,8 +89,9 @@ class Pool:
         if "/" in self.shm_name:
             raise UsageError(f"shm_name must not contain '/': {shm_name!r}")
         self._inode: int | None = None
-        self._buffer = self._map()
-        self._bytes: torch.Tensor | None = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        # the tensor holds the mapping, and the mapping goes with the last tensor on it: torch does not keep mmap.close()
+        # from unmapping what a tensor still looks at
+        self._bytes: torch.Tensor | None = torch.frombuffer(self._map(), dtype=torch.uint8)
         self._free = FreeList(size // PAGE * PAGE)
         self.used_nbytes = 0
 
@@ -137,7 +138,7 @@ class Pool:
         return self._bytes[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).view(piece.shape)
 
     def close(self) -> None:
-        """Removes the file if it is still the one made here, and unmaps unless somebody still looks at it."""
+        """Removes the file if it is still the one made here; the memory goes with the last tensor on it."""
         self._bytes = None
         if self._inode is not None:
             path = _SHM / self.shm_name
@@ -147,10 +148,6 @@ class Pool:
             except FileNotFoundError:
                 _log.debug("pool: %s was removed by somebody else", self.shm_name)
             self._inode = None
-        try:
-            self._buffer.close()
-        except BufferError:
-            _log.debug("pool: left mapped, a tensor on it is alive")
 
     @override
     def __repr__(self) -> str:

@@ -121,14 +121,13 @@ def with_layout(connection: Connection, layout: KVLayout, deadline: Deadline) ->
 
 def registered_shape(layout: KVLayout, facts: ServerFacts) -> RegisteredShape:
     """The numbers of a registration with this geometry."""
-    slots = facts.chunk_size * layout.slots_per_block // layout.tokens_per_block
     return RegisteredShape(
         block_size=layout.tokens_per_block,
         num_layers=layout.num_layers,
         hidden_dim_size=layout.hidden_dim,
         dtype_name=dtype_name(layout.dtype),
         one_plane=layout.one_plane,
-        num_physical_slots=slots,
+        num_physical_slots=layout.slots_per_chunk(facts.chunk_size),
     )
 
 

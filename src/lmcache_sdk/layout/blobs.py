@@ -20,7 +20,7 @@ from lmcache_sdk.layout.packing import pack_chunk
 from lmcache_sdk.layout.pickling import Parts, reply_parts, stored_parts
 from lmcache_sdk.layout.unpickling import read_tensors
 from lmcache_sdk.layout.views import dtype_of, shape_nbytes, tensor_on
-from lmcache_sdk.protocol.envelope import (
+from lmcache_sdk.protocol import (
     MAX_BIN_NBYTES,
     MAX_TENSOR_NBYTES,
     MAX_TENSORS,

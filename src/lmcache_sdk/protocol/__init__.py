@@ -32,7 +32,16 @@ from lmcache_sdk.protocol.documents import (
     parse_version,
     registered_models,
 )
-from lmcache_sdk.protocol.envelope import PayloadForm
+from lmcache_sdk.protocol.envelope import (
+    MAX_BIN_NBYTES,
+    MAX_TENSOR_NBYTES,
+    MAX_TENSORS,
+    PayloadForm,
+    bin_header,
+    decode_envelope,
+    envelope_head,
+    tensor_head,
+)
 from lmcache_sdk.protocol.exchange import Answered, AnsweredLate, Exchange, InFlight, InFlightState
 from lmcache_sdk.protocol.messages import (
     Buffer,
@@ -74,6 +83,9 @@ from lmcache_sdk.protocol.rules import Dialect, KeyForm, RegistrationForm, Reply
 
 __all__ = [
     "DIALECTS",
+    "MAX_BIN_NBYTES",
+    "MAX_TENSORS",
+    "MAX_TENSOR_NBYTES",
     "Answered",
     "AnsweredLate",
     "Buffer",
@@ -130,7 +142,9 @@ __all__ = [
     "Unregister",
     "Void",
     "WaitPrefetchStatus",
+    "bin_header",
     "decode_correlation_id",
+    "decode_envelope",
     "decode_reply",
     "decode_request",
     "dialect_named",
@@ -138,6 +152,7 @@ __all__ = [
     "encode_reply",
     "encode_request",
     "engine_driven_entries",
+    "envelope_head",
     "find_rule",
     "model_entries",
     "parse_config",
@@ -146,4 +161,5 @@ __all__ = [
     "parse_status",
     "parse_version",
     "registered_models",
+    "tensor_head",
 ]

@@ -111,7 +111,7 @@ def encode_request(dialect: Dialect, correlation_id: CorrelationId, request: m.R
             _encode(rule.opcode),
             *(_encode_field(dialect, request, field) for field in rule.frames),
         ]
-    except (msgspec.EncodeError, TypeError, OverflowError, ValueError) as error:
+    except (msgspec.EncodeError, TypeError, OverflowError, ValueError, RecursionError) as error:
         raise LocalProtocolError(f"{rule.name}: {error}") from error
 
 

@@ -20,6 +20,7 @@ import attrs
 import cattrs
 import msgspec
 from cattrs.errors import BaseValidationError, ClassValidationError, IterableValidationError
+from cattrs.gen import make_dict_structure_fn
 
 from lmcache_sdk.errors import RemoteProtocolError
 
@@ -240,7 +241,7 @@ def _first_problem(error: BaseException, path: str) -> tuple[str, str]:
             return _first_problem(items[0][0], f"{path}{step}")
         return _first_problem(loose[0], path)
     if isinstance(error, KeyError):
-        return f"{path}.{error.args[0]}", "missing"
+        return (path if path.endswith(f".{error.args[0]}") else f"{path}.{error.args[0]}"), "missing"
     return path, str(error)
 
 
@@ -276,7 +277,22 @@ def _make_converter() -> cattrs.Converter:
     )
     for shape, kinds in (*raw, (dict[str, object] | None, (dict, type(None)))):
         converter.register_structure_hook_func(partial(operator.eq, shape), _exactly(*kinds))
+    converter.register_structure_hook_factory(attrs.has, partial(_from_object_only, converter))
     return converter
+
+
+def _from_object_only(converter: cattrs.Converter, document: type[T]) -> Callable[[object, object], T]:
+    """A document is made of a JSON object: where every field is optional, cattrs alone would take a list for an empty
+    one.
+    """
+    structure = make_dict_structure_fn(document, converter)
+
+    def check(value: object, kind: object) -> T:
+        if not isinstance(value, dict):
+            raise TypeError(f"expected a JSON object, got {_show(value)}")
+        return structure(value, kind)
+
+    return check
 
 
 _CONVERTER: Final = _make_converter()
