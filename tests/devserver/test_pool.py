@@ -1,4 +1,4 @@
-"""The pool: pieces do not overlap, nothing is lost, a batch is given whole or not at all; memory is what it was left as."""
+"""The pool: pieces do not overlap, nothing is lost, a batch is given whole or not at all, nothing is zeroed."""
 
 from __future__ import annotations
 

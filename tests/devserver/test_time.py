@@ -1,4 +1,4 @@
-"""Everything that ends by itself: read locks, write reservations, sessions, registrations. The clock is moved by hand."""
+"""What ends by itself: read locks, write reservations, sessions, registrations. The clock is moved by hand."""
 
 from __future__ import annotations
 

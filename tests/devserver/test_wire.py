@@ -15,7 +15,17 @@ from lmcache_sdk import protocol as p
 from lmcache_sdk.devserver import DevServer, PlayedEngine
 from lmcache_sdk.devserver.behaviours import HIGHEST_OPCODE
 from lmcache_sdk.values import CorrelationId
-from tests.devserver.raw import RELEASES, RawClient, Silent, key, lookup, prepare_store, registration, running, tokens_of
+from tests.devserver.raw import (
+    RELEASES,
+    RawClient,
+    Silent,
+    key,
+    lookup,
+    prepare_store,
+    registration,
+    running,
+    tokens_of,
+)
 
 KILLED = tuple(release for release in RELEASES if p.dialect_named(release).unknown_opcode_kills)
 SPARED = tuple(release for release in RELEASES if release not in KILLED)
@@ -121,7 +131,9 @@ def test_wrong_frame_counts_and_types_are_silent(release: str) -> None:
     with running(release) as (_, client):
         client.call(registration(1))
         dialect = client.dialect
-        good = [bytes(frame) for frame in p.encode_request(dialect, CorrelationId(1), prepare_store(1, key(tokens_of(0))))]
+        good = [
+            bytes(frame) for frame in p.encode_request(dialect, CorrelationId(1), prepare_store(1, key(tokens_of(0))))
+        ]
         for frames in (good[:-1], [*good, b"\xc0"], [*good[:2], b"\xc0", *good[3:]], [*good[:3], b"\xa11", *good[4:]]):
             client.raw(frames, timeout=0)
         unnamed = b"\x81\xa5start\x00"
@@ -178,14 +190,20 @@ def test_a_client_that_left_is_no_matter() -> None:
         assert client.call(p.Noop()).text == "OK"
 
 
-# ---- anything at all ---------------------------------------------------------------------------------------------------
+# ---- anything at all -------------------------------------------------------------------------------------------------
 
 small = st.binary(max_size=40)
 operations = st.integers(1, 32).map(lambda number: bytes([number]))
-texts = st.text(max_size=8).map(lambda text: bytes([0xA0 + len(text.encode())]) + text.encode()).filter(lambda b: len(b) < 32)
+texts = (
+    st.text(max_size=8)
+    .map(lambda text: bytes([0xA0 + len(text.encode())]) + text.encode())
+    .filter(lambda b: len(b) < 32)
+)
 frames_of_a_message = st.one_of(
     st.lists(small, min_size=2, max_size=7),
-    st.builds(lambda operation, rest: [b"u", operation, *rest], operations, st.lists(st.one_of(small, texts), max_size=4)),
+    st.builds(
+        lambda operation, rest: [b"u", operation, *rest], operations, st.lists(st.one_of(small, texts), max_size=4)
+    ),
 )
 
 
@@ -205,7 +223,9 @@ def test_any_frames_leave_it_alive(fuzzed: DevServer, frames: list[bytes]) -> No
     assert fuzzed.counters["crashed"] == 0
 
 
-numbers = st.one_of(st.integers(-3, 70), st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, 16, 32, 48, 2**32, 2**62]))
+numbers = st.one_of(
+    st.integers(-3, 70), st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, 16, 32, 48, 2**32, 2**62])
+)
 keys = st.builds(
     key,
     st.lists(st.integers(0, 2**32 - 1), max_size=70),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from tests.devserver.raw import CHUNK, RELEASES, RawClient
 from tests.devserver.scenarios import run_all
@@ -55,7 +55,7 @@ def record(release: str, transport: str) -> None:
     """Runs the scenarios on a real server."""
     from tests.integration.servers import RealServer
 
-    kind = "shm" if transport == "shm" else "inline"
+    kind: Literal["shm", "inline"] = "shm" if transport == "shm" else "inline"
     with RealServer(release, transport=kind, chunk_size=CHUNK) as server, RawClient(server.url, release) as client:
         client.patience = REAL_SILENCE
         lines = run_all(lambda: Script(client, server.http_url, server.segment))

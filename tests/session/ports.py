@@ -41,9 +41,6 @@ class _Port:
     def _stop(self) -> None:
         raise NotImplementedError
 
-    def __enter__(self) -> None:
-        self._thread.start()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -70,9 +67,8 @@ class MessagePort(_Port):
         self.url = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._wake_read, self._wake_write = os.pipe()
 
-    @override
     def __enter__(self) -> MessagePort:
-        super().__enter__()
+        self._thread.start()
         return self
 
     @override
@@ -83,10 +79,13 @@ class MessagePort(_Port):
     def _serve(self) -> None:
         order = itertools.count()
         due: list[tuple[float, int, list[bytes]]] = []
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
         try:
             while True:
                 wait = max(0.0, due[0][0] - time.monotonic()) * 1000 if due else None
-                ready = dict(zmq.zmq_poll([(self._router, zmq.POLLIN), (self._wake_read, zmq.POLLIN)], wait))
+                ready: dict[object, int] = dict(poller.poll(wait))
                 if self._wake_read in ready:
                     return
                 if self._router in ready:
@@ -158,8 +157,8 @@ class HttpPort(_Port):
                     self.wfile.write(found.body)
 
             @override
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
+            def log_message(self, *args: Any) -> None:
+                """Says nothing."""
 
         class Server(ThreadingHTTPServer):
             daemon_threads = False
@@ -167,9 +166,8 @@ class HttpPort(_Port):
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    @override
     def __enter__(self) -> HttpPort:
-        super().__enter__()
+        self._thread.start()
         return self
 
     @override
@@ -206,9 +204,8 @@ class RawPort(_Port):
         self.num_connections = 0
         self.received = b""
 
-    @override
     def __enter__(self) -> RawPort:
-        super().__enter__()
+        self._thread.start()
         return self
 
     @override

@@ -52,11 +52,12 @@ class Settings:
 
     def __attrs_post_init__(self) -> None:
         """Refuses what no server could be started with; an unknown release is an UnsupportedError."""
+        behaviour = self.behaviour
         if self.chunk_size < 1 or self.chunk_size > 2**20:
             raise UsageError(f"chunk_size must be 1 to {2**20}, got {self.chunk_size}")
         if self.supported_transfer_mode not in TRANSFER_MODES:
             raise UsageError(f"supported_transfer_mode must be one of {', '.join(TRANSFER_MODES)}")
-        if self.api_key is not None and not of_dialect(self.dialect).has_api_key:
+        if self.api_key is not None and not behaviour.has_api_key:
             raise UsageError(f"an LMCache {self.speak} server knows no API key; leave api_key out")
 
     @property

@@ -108,6 +108,7 @@ class MessagePort:
             self._threads.append(threading.Thread(target=self._run_worker, args=(lane,), name=name, daemon=True))
 
     def _bind(self) -> zmq.Socket[bytes]:
+        """Binds the socket; OSError when that cannot be done."""
         settings = self._core.settings
         try:
             socket = self._context.socket(zmq.ROUTER)
@@ -115,9 +116,9 @@ class MessagePort:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.bind(f"tcp://{settings.host}:{settings.port or '*'}")
-        except BaseException:
+        except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise
+            raise OSError(error.errno, f"message port: {error}") from error
         endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)  # it is an option of bytes
         self.url = endpoint.rstrip(b"\0").decode()
