@@ -23,7 +23,7 @@ import attrs
 
 import lmcache_sdk
 import lmcache_sdk.kvcache
-from lmcache_sdk import errors
+from lmcache_sdk import devserver, errors
 from lmcache_sdk.protocol import DIALECTS, Dialect
 from lmcache_sdk.session import states
 
@@ -308,6 +308,30 @@ def error_facts() -> str:
     return table(("class", "is a", "`.fate`", "attributes"), rows)
 
 
+# ---- the embedded server ---------------------------------------------------------------------------------------------
+
+
+def devserver_settings() -> str:
+    """The keywords of DevServer, those of Settings."""
+    meanings = _attribute_docstrings(devserver.Settings)
+    parameters = inspect.signature(devserver.Settings).parameters.values()
+    rows = [(code(_parameter(each)), meanings.get(each.name, "")) for each in parameters]
+    return table(("keyword", "meaning"), rows)
+
+
+def devserver_members() -> str:
+    """What a DevServer can be asked and told."""
+    members = {name: member for name, member in vars(devserver.DevServer).items() if not name.startswith("_")}
+    rows = [(code(_asked(devserver.DevServer, name, member)), _summary(member)) for name, member in members.items()]
+    return table(("method or property", "what it does"), rows)
+
+
+def devserver_values() -> str:
+    """The values that go in and come out."""
+    shown = (devserver.PlayedEngine, devserver.Held)
+    return "\n".join(_entry(cls.__name__, signature(cls.__name__, cls), cls) for cls in shown)
+
+
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
 SECTIONS: Final[Mapping[str, Callable[[], str]]] = {
@@ -324,6 +348,9 @@ SECTIONS: Final[Mapping[str, Callable[[], str]]] = {
     "api-results": results,
     "api-layout": layout,
     "error-facts": error_facts,
+    "devserver-settings": devserver_settings,
+    "devserver-members": devserver_members,
+    "devserver-values": devserver_values,
 }
 
 

@@ -92,7 +92,7 @@ class RemoteProtocolError(ProtocolError):
 
     def __init__(self, message: str = "", *, path: str = "", fate: Fate | None = None) -> None:
         super().__init__(message, fate=fate)
-        self.path = path
+        self.path: str = path
 
 
 class UnsupportedError(ProtocolError):
@@ -107,8 +107,8 @@ class UnsupportedError(ProtocolError):
 
     def __init__(self, message: str = "", *, request: str = "", dialect: str = "", fate: Fate | None = None) -> None:
         super().__init__(message, fate=fate)
-        self.request = request
-        self.dialect = dialect
+        self.request: str = request
+        self.dialect: str = dialect
 
 
 class TransportError(KVCacheSDKError):
@@ -134,7 +134,7 @@ class DeadlineExceededError(TransportError, TimeoutError):
 
     def __init__(self, message: str = "", *, step: str = "", fate: Fate | None = None) -> None:
         super().__init__(message, fate=fate)
-        self.step = step
+        self.step: str = step
 
 
 class ServerError(KVCacheSDKError):
@@ -148,7 +148,7 @@ class ServerError(KVCacheSDKError):
 
     def __init__(self, message: str = "", *, reply: str = "", fate: Fate | None = None) -> None:
         super().__init__(message, fate=fate)
-        self.reply = reply
+        self.reply: str = reply
 
 
 class NotRegisteredError(ServerError):
@@ -167,7 +167,7 @@ class NotRegisteredError(ServerError):
         fate: Fate | None = None,
     ) -> None:
         super().__init__(message, reply=reply, fate=fate)
-        self.registered_models = tuple(registered_models)
+        self.registered_models: tuple[str, ...] = tuple(registered_models)
 
 
 class LeaseExpiredError(ServerError):
@@ -198,7 +198,7 @@ class AlreadyCachedError(ServerError):
         fate: Fate | None = None,
     ) -> None:
         super().__init__(message, reply=reply, fate=fate)
-        self.chunk_indices = tuple(chunk_indices)
+        self.chunk_indices: tuple[int, ...] = tuple(chunk_indices)
 
 
 class HTTPStatusError(ServerError):
@@ -213,26 +213,30 @@ class HTTPStatusError(ServerError):
         self, message: str = "", *, status: int = 0, url: str = "", reply: str = "", fate: Fate | None = None
     ) -> None:
         super().__init__(message, reply=reply, fate=fate)
-        self.status = status
-        self.url = url
+        self.status: int = status
+        self.url: str = url
 
 
 class LayoutError(KVCacheSDKError):
-    """The numbers of a cache do not fit together."""
+    """The numbers of a cache do not fit together; nothing was sent."""
+
+    fate = Fate.NOT_SENT
 
 
 class LayoutChangedError(LayoutError):
-    """The server is not what it was at connect: another chunk size, layout or release.
+    """The server came back as another one: chunk size, layout or release changed since connect.
 
     Attributes:
         before: what it was, as text.
         after: what it is now, as text.
     """
 
+    fate = Fate.UNKNOWN
+
     def __init__(self, message: str = "", *, before: str = "", after: str = "", fate: Fate | None = None) -> None:
         super().__init__(message, fate=fate)
-        self.before = before
-        self.after = after
+        self.before: str = before
+        self.after: str = after
 
 
 class UnknownLayoutError(LayoutError):
@@ -249,5 +253,5 @@ class ShapeMismatchError(LayoutError, ValueError):
 
     def __init__(self, message: str = "", *, expected: str = "", found: str = "", fate: Fate | None = None) -> None:
         super().__init__(message, fate=fate)
-        self.expected = expected
-        self.found = found
+        self.expected: str = expected
+        self.found: str = found

@@ -3,9 +3,10 @@
 ```python
 import lmcache_sdk.kvcache as lmc_sdk
 
-ctx = lmc_sdk.connect(url="tcp://localhost:5555", http_url="http://localhost:9000", model_name="Qwen/Qwen3-8B") kv =
-lmc_sdk.retrieve(ctx, tokens=[1, 2, 3])  # [2, L, hit_tokens, D] or None ok = lmc_sdk.store(ctx, kv=kv, tokens=[4, 5,
-6]) lmc_sdk.close(ctx)
+ctx = lmc_sdk.connect(url="tcp://localhost:5555", http_url="http://localhost:9000", model_name="Qwen/Qwen3-8B")
+kv = lmc_sdk.retrieve(ctx, tokens=[1, 2, 3])  # [2, L, hit_tokens, D] or None
+ok = lmc_sdk.store(ctx, kv=kv, tokens=[4, 5, 6])
+lmc_sdk.close(ctx)
 ```
 
 The positional order is that of the SDK inside lmcache, so a script ports by changing its import. Parameters that are
@@ -66,10 +67,9 @@ def connect(
         The context that the other functions take; also a context manager.
 
     Raises:
-        UsageError: an argument could not be meant; nothing was sent. ConnectError, DeadlineExceededError: the server
-        cannot be reached, or its shared memory cannot be seen from here.
-        UnsupportedError: the release, the transfer mode or the model's layout is one that this library does not
-        serve.
+        UsageError: an argument could not be meant; nothing was sent.
+        ConnectError, DeadlineExceededError: the server cannot be reached, or its shared memory not seen from here.
+        UnsupportedError: the release, the transfer mode or the model's layout is not served by this library.
         NotRegisteredError: no engine has registered the model; the error lists those that are.
         LayoutError: layouts contradict each other.
     """

@@ -28,6 +28,9 @@ RequestId = NewType("RequestId", str)
 InstanceId = NewType("InstanceId", int)
 """Names a registration on the server; 63 random bits, so that it fits an int64 field."""
 
+PRIVATE_MODEL_PREFIX: Final = "lmcache-sdk/"
+"""Names under which clients of this library register; no engine has them."""
+
 MAX_TOKEN_ID: Final = 2**32 - 1
 """The server hashes token ids as unsigned 32-bit integers and never answers for others."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import math
 import os
 import socket
 import threading
@@ -84,7 +85,7 @@ class MessagePort(_Port):
         poller.register(self._wake_read, zmq.POLLIN)
         try:
             while True:
-                wait = max(0.0, due[0][0] - time.monotonic()) * 1000 if due else None
+                wait = math.ceil(max(0.0, due[0][0] - time.monotonic()) * 1000) if due else None
                 ready: dict[object, int] = dict(poller.poll(wait))
                 if self._wake_read in ready:
                     return
@@ -139,7 +140,7 @@ class HttpPort(_Port):
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1" if keep_alive else "HTTP/1.0"
-            timeout = JOIN / 2
+            timeout = 2.0
 
             @override
             def setup(self) -> None:

@@ -41,6 +41,27 @@ def at_once(seconds: float = 1.5) -> Iterator[None]:
     assert time.monotonic() - began < seconds
 
 
+def until_it_leaves(connection: socket.socket) -> bytes:
+    """Everything that a peer says before it hangs up; a peer that did not read what it got resets the connection."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := connection.recv(65536):
+            said += piece
+    return said
+
+
+def hang_up(connection: socket.socket, over: threading.Event) -> None:
+    pass
+
+
+def hang_up_when_asked(connection: socket.socket, over: threading.Event) -> None:
+    connection.recv(65536)
+
+
+def greet_and_hang_up(connection: socket.socket, over: threading.Event) -> None:
+    connection.sendall(b"\xff")
+
+
 def raw_url(port: RawPort) -> str:
     return f"http://127.0.0.1:{port.port}"
 
@@ -52,13 +73,19 @@ def test_the_body_of_a_page() -> None:
 
 
 def test_a_conversation_uses_one_connection() -> None:
-    with HttpPort({"/a": Page(b"1"), "/b": Page(b"2")}) as port, http.converse(port.url, None, Deadline.after(5)) as talk:
+    with (
+        HttpPort({"/a": Page(b"1"), "/b": Page(b"2")}) as port,
+        http.converse(port.url, None, Deadline.after(5)) as talk,
+    ):
         assert [talk.get("/a"), talk.get("/b"), talk.get("/a")] == [b"1", b"2", b"1"]
         assert port.num_connections == 1
 
 
 def test_a_server_that_closes_after_each_answer_is_fine_too() -> None:
-    with HttpPort({"/a": Page(b"1")}, keep_alive=False) as port, http.converse(port.url, None, Deadline.after(5)) as talk:
+    with (
+        HttpPort({"/a": Page(b"1")}, keep_alive=False) as port,
+        http.converse(port.url, None, Deadline.after(5)) as talk,
+    ):
         assert [talk.get("/a"), talk.get("/a")] == [b"1", b"1"]
         assert port.num_connections == 2
 
@@ -90,9 +117,9 @@ def test_another_status_is_an_error_with_its_facts(status: int) -> None:
 
 
 def test_401_says_where_a_key_goes() -> None:
-    with HttpPort({"/status": Page(b'{"detail": "no key"}', 401)}) as port:
-        with pytest.raises(HTTPStatusError, match=r"api_key=.*LMCACHE_SDK_API_KEY"):
-            get(port.url)
+    hint = r"api_key=.*LMCACHE_SDK_API_KEY"
+    with HttpPort({"/status": Page(b"{}", 401)}) as port, pytest.raises(HTTPStatusError, match=hint):
+        get(port.url)
 
 
 def test_a_long_error_page_is_not_repeated_in_full() -> None:
@@ -105,9 +132,9 @@ def test_a_long_error_page_is_not_repeated_in_full() -> None:
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 def test_a_redirect_is_not_followed(status: int) -> None:
     with HttpPort({"/other": Page(b"1")}) as elsewhere:
-        with HttpPort({"/status": Page(b"", status, {"Location": f"{elsewhere.url}/other"})}) as port:
-            with pytest.raises(HTTPStatusError):
-                get(port.url)
+        moved = Page(b"", status, {"Location": f"{elsewhere.url}/other"})
+        with HttpPort({"/status": moved}) as port, pytest.raises(HTTPStatusError):
+            get(port.url)
         assert elsewhere.visits == []
 
 
@@ -157,9 +184,8 @@ def test_an_endless_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         while not over.is_set():
             connection.sendall(b"10000\r\n" + bytes(65536) + b"\r\n")
 
-    with RawPort(pour) as port, at_once(5):
-        with pytest.raises(RemoteProtocolError, match="larger"):
-            get(raw_url(port), seconds=10)
+    with RawPort(pour) as port, at_once(5), pytest.raises(RemoteProtocolError, match="larger"):
+        get(raw_url(port), seconds=10)
 
 
 def test_a_body_that_ends_too_early_is_an_error() -> None:
@@ -171,7 +197,9 @@ def test_a_body_that_ends_too_early_is_an_error() -> None:
         get(raw_url(port))
 
 
-@pytest.mark.parametrize("answer", [b"garbage\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", b"\x00\xff" * 100 + b"\r\n", b"HTTP/9\r\n"])
+@pytest.mark.parametrize(
+    "answer", [b"garbage\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", b"\x00\xff" * 100 + b"\r\n", b"HTTP/9\r\n"]
+)
 def test_what_is_not_http_is_refused(answer: bytes) -> None:
     def talk(connection: socket.socket, over: threading.Event) -> None:
         connection.recv(65536)
@@ -214,18 +242,15 @@ def test_a_dripping_server_is_bounded_by_the_deadline(text: bytes) -> None:
 
 def test_the_deadline_bounds_the_whole_conversation() -> None:
     answer = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 1\r\n\r\n1"
-    with drip(answer, 0.004) as port, at_once():
-        with http.converse(raw_url(port), None, Deadline.after(0.6)) as talk:
-            assert talk.get("/1") == b"1"
-            with pytest.raises(DeadlineExceededError):
-                for _ in range(10):
-                    talk.get("/2")
+    with drip(answer, 0.004) as port, at_once(), http.converse(raw_url(port), None, Deadline.after(0.6)) as talk:
+        assert talk.get("/1") == b"1"
+        with pytest.raises(DeadlineExceededError):
+            [talk.get("/2") for _ in range(10)]
 
 
 def test_a_silent_server_is_bounded_by_the_deadline() -> None:
-    with RawPort(stay_silent) as port, at_once():
-        with pytest.raises(DeadlineExceededError):
-            get(raw_url(port), seconds=SOON)
+    with RawPort(stay_silent) as port, at_once(), pytest.raises(DeadlineExceededError):
+        get(raw_url(port), seconds=SOON)
 
 
 def test_nothing_is_sent_after_the_deadline() -> None:
@@ -246,12 +271,12 @@ def test_a_port_that_refuses_is_an_error_at_once() -> None:
 
 
 def test_a_peer_that_hangs_up_is_an_error_at_once() -> None:
-    with RawPort(lambda connection, over: None) as port, at_once(), pytest.raises(ConnectError):
+    with RawPort(hang_up) as port, at_once(), pytest.raises(ConnectError):
         get(raw_url(port))
 
 
 def test_a_peer_that_hangs_up_when_asked_is_an_error_at_once() -> None:
-    with RawPort(lambda connection, over: connection.recv(65536)) as port, at_once(), pytest.raises(ConnectError):
+    with RawPort(hang_up_when_asked) as port, at_once(), pytest.raises(ConnectError):
         get(raw_url(port))
 
 
@@ -283,13 +308,11 @@ def test_a_port_that_speaks_first_gets_not_one_byte(greeting: bytes) -> None:
 
     def greet(connection: socket.socket, over: threading.Event) -> None:
         connection.sendall(greeting)
-        connection.settimeout(5)
-        gone.append(connection.recv(65536))  # b"": it hung up without a word
+        gone.append(until_it_leaves(connection))
 
     gone: list[bytes] = []
-    with RawPort(greet) as port:
-        with pytest.raises(UsageError, match=r"^http_url: "):
-            get(raw_url(port))
+    with RawPort(greet) as port, pytest.raises(UsageError, match=r"^http_url: "):
+        get(raw_url(port))
     assert gone == [b""] and port.received == b"" and port.num_connections == 1
 
 
@@ -302,8 +325,10 @@ def test_it_listens_on_every_new_connection() -> None:
         answer = next(answers)
         if not answer:
             connection.sendall(b"\xff" + bytes(9))
-        got.append(connection.recv(65536))
-        connection.sendall(answer)
+            got.append(until_it_leaves(connection))
+        else:
+            got.append(connection.recv(65536))
+            connection.sendall(answer)
 
     with RawPort(talk) as port, http.converse(raw_url(port), None, Deadline.after(5)) as conversation:
         assert conversation.get("/a") == b"1"
@@ -315,10 +340,27 @@ def test_it_listens_on_every_new_connection() -> None:
 # ---- what is left behind ---------------------------------------------------------------------------------------------
 
 
+def test_close_frees_the_socket_while_the_error_lives() -> None:
+    """Users keep errors, and an error keeps its frames: neither may keep a connection."""
+    left = threading.Event()
+
+    def talk(connection: socket.socket, over: threading.Event) -> None:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy")
+        connection.settimeout(1.0)
+        if connection.recv(1) == b"":
+            left.set()
+
+    with RawPort(talk) as port:
+        with pytest.raises(HTTPStatusError) as caught:
+            get(raw_url(port))
+        assert left.wait(1.5), f"the connection is open while {caught.value!r} lives"
+
+
 def test_failed_calls_leave_nothing_behind() -> None:
     """That nothing is left is what `no_leaks` looks at; here are enough failures to show."""
     url = f"http://127.0.0.1:{closed_port()}"
-    with RawPort(lambda connection, over: connection.sendall(b"\xff")) as greeter, HttpPort() as port:
+    with RawPort(greet_and_hang_up) as greeter, HttpPort() as port:
         for _ in range(5):
             for wrong in (url, raw_url(greeter), port.url):
                 with pytest.raises(KVCacheSDKError):

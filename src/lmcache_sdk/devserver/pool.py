@@ -89,7 +89,7 @@ class Pool:
         if "/" in self.shm_name:
             raise UsageError(f"shm_name must not contain '/': {shm_name!r}")
         self._inode: int | None = None
-        # the tensor holds the mapping, and the mapping goes with the last tensor on it: torch does not keep mmap.close()
+        # the tensor holds the mapping, which goes with the last tensor on it: torch does not keep mmap.close()
         # from unmapping what a tensor still looks at
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map(), dtype=torch.uint8)
         self._free = FreeList(size // PAGE * PAGE)

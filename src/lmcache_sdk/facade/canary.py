@@ -40,9 +40,8 @@ def prove(endpoint: Endpoint, deadline: Deadline) -> None:
                 _compare(endpoint, read, written)
                 return
     raise PoolFullError(
-        "connect: the server's memory has no room for a single chunk, and none was evicted in "
-        f"{_ATTEMPTS * _PAUSE:g} s; wait, clear the "
-        "cache, or start the server with a larger --l1-size-gb"
+        f"connect: the server's memory has no room for a single chunk, and none was evicted in {_ATTEMPTS * _PAUSE:g} "
+        "s; wait, clear the cache, or start the server with a larger --l1-size-gb"
     )
 
 

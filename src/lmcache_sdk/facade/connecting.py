@@ -138,8 +138,7 @@ def _check_transport(asked: str | None, found: str, facts: ServerFacts) -> None:
         wanted = facts.config.mp.shm_name
         detail = (
             f"it was started with --shm-name {wanted!r} and announces no pool all the same: /dev/shm may be too "
-            "small, or its memory "
-            "lazily allocated (--no-l1-use-lazy)"
+            "small, or its memory lazily allocated (--no-l1-use-lazy)"
             if wanted
             else "start it with --shm-name NAME"
         )
@@ -203,8 +202,7 @@ def _published(entries: dict[str, CacheContextEntry], arguments: ConnectArgument
     if found is not None and not same_objects(found, arguments.layout):
         raise LayoutError(
             f"connect: layout={arguments.layout.describe()} was given, but the engine's layout of "
-            f"{arguments.model_name!r} is "
-            f"{found.describe()}; leave layout out to use the engine's"
+            f"{arguments.model_name!r} is {found.describe()}; leave layout out to use the engine's"
         )
     check_uncompressed(arguments.layout)
     return ModelFacts(found or arguments.layout, found, "", prewarm=False)
@@ -223,8 +221,7 @@ def same_objects(one: KVLayout, other: KVLayout) -> bool:
 def _tensor_parallel(model_name: str, world_size: int, facts: ServerFacts) -> UnsupportedError:
     return UnsupportedError(
         f"connect: {model_name!r} is registered with world_size {world_size}: its cache is cut into one shard per "
-        "rank, which this "
-        "version does not put together; it would return a part of it",
+        "rank, which this version does not put together; it would return a part of it",
         request="connect",
         dialect=facts.dialect.release,
     )
@@ -235,8 +232,7 @@ def _not_registered(model_name: str, facts: ServerFacts) -> NotRegisteredError:
     listed = ", ".join(map(repr, known)) if known else "none"
     return NotRegisteredError(
         f"connect: no engine has registered {model_name!r} (registered: {listed}). Check the name, start the engine "
-        "first, or pass "
-        "layout=KVLayout(...) to store before an engine comes",
+        "first, or pass layout=KVLayout(...) to store before an engine comes",
         registered_models=known,
     )
 

@@ -87,7 +87,7 @@ class LMCacheKVCacheContext:
 
         Args:
             tokens: token ids 0 … 2**32-1 from position 0: a sequence of ints, or a 1-D integer torch tensor or numpy
-            array.
+                array.
             cache_salt: the salt that the cache was stored under; at most 128 characters, none of @ / \ NUL.
 
         Returns:
@@ -236,8 +236,7 @@ class LMCacheKVCacheContext:
             why = model.layout_problem or "the engine publishes no layout"
             raise UnknownLayoutError(
                 f"store: the layout of {self.model_name!r} is not known ({why}); pass layout=KVLayout(...) to "
-                "connect, or "
-                "retrieve something of this model first"
+                "connect, or retrieve something of this model first"
             )
         return model.layout
 

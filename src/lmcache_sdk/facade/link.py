@@ -101,9 +101,8 @@ def check_registered(connection: Connection, step: str, deadline: Deadline) -> N
     known = registered_models(probe.status(deadline))
     if model_name not in known:
         raise NotRegisteredError(
-            f"{step}: no engine holds {model_name!r} any more (registered: "
-            f"{', '.join(map(repr, known)) or 'none'}), so the server "
-            "finds nothing of it, cached or not",
+            f"{step}: no engine holds {model_name!r} any more (registered: {', '.join(map(repr, known)) or 'none'}), "
+            "so the server finds nothing of it, cached or not",
             registered_models=known,
         )
 

@@ -102,8 +102,8 @@ def _verdict(endpoint: Endpoint, job: StoreJob, progress: _Progress, nbytes: int
     if missing:
         reason = (
             f"{missing} of {progress.total} chunks cannot be found after the store: the server's pool "
-            f"({endpoint.pool_nbytes} bytes; "
-            f"this store {nbytes}) is full and nothing could be evicted in time, or another client is writing them"
+            f"({endpoint.pool_nbytes} bytes; this store {nbytes}) is full and nothing could be evicted in time, or "
+            "another client is writing them"
         )
     elif not progress.total:
         reason = "no whole chunk of tokens: nothing was stored"

@@ -162,8 +162,8 @@ def _agreed_layout(chunks: Sequence[torch.Tensor], layout: KVLayout | None, chun
         if tuple(chunk.shape) != shape or chunk.dtype != expected.dtype:
             raise RemoteProtocolError(
                 f"prepare_retrieve: chunk {index} is {list(chunk.shape)} {chunk.dtype}, but the model's cache holds "
-                f"{list(shape)} "
-                f"{expected.dtype} [kv, layer, token, hidden]; another client may have stored it with a wrong layout",
+                f"{list(shape)} {expected.dtype} [kv, layer, token, hidden]; another client may have stored it with a "
+                "wrong layout",
                 path="prepare_retrieve",
             )
     return expected

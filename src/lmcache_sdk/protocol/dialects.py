@@ -220,9 +220,9 @@ def dialect_of_server(version: str) -> Dialect:
         if not candidate and release in DIALECTS:
             return DIALECTS[release]
     raise UnsupportedError(
-        f"the server reports LMCache version {version!r}, which this library has not been verified against; it "
-        "speaks to "
-        f"{', '.join(DIALECTS)}. If you know that the server speaks one of these wires, pass dialect=..., for example "
+        f"the server reports LMCache version {version!r}, which this library has not been verified against; it speaks "
+        f"to {', '.join(DIALECTS)}. If you know that the server speaks one of these wires, pass dialect=..., for "
+        "example "
         'dialect="0.5.6"',
         request="connect",
         dialect=version,

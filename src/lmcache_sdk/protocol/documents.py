@@ -23,6 +23,7 @@ from cattrs.errors import BaseValidationError, ClassValidationError, IterableVal
 from cattrs.gen import make_dict_structure_fn
 
 from lmcache_sdk.errors import RemoteProtocolError
+from lmcache_sdk.values import PRIVATE_MODEL_PREFIX
 
 T = TypeVar("T")
 JsonObject = Mapping[str, object]
@@ -123,6 +124,12 @@ class KernelGroupDocument:
 
 
 @attrs.frozen
+class _LayoutHead:
+    cache_size_per_token: int
+    kernel_groups: list[object]
+
+
+@attrs.frozen
 class KVCacheLayoutDocument:
     """`kv_cache_layout` of a status entry."""
 
@@ -153,14 +160,21 @@ def parse_version(body: bytes, path: str) -> str:
 
 
 def parse_layout(layout: JsonObject, path: str) -> KVCacheLayoutDocument:
-    """Reads one `kv_cache_layout`; `path` says where it stood."""
-    document = _structure(layout, KVCacheLayoutDocument, path)
-    if not 1 <= len(document.kernel_groups) <= MAX_KERNEL_GROUPS:
-        where = f"{path}.kernel_groups"
+    """Reads one `kv_cache_layout`; `path` says where it stood.
+
+    Groups are counted before any is read, and read one by one up to the first wrong one: an error for each of a million
+    would cost thousands of times the bytes that came.
+    """
+    head = _structure(layout, _LayoutHead, path)
+    where = f"{path}.kernel_groups"
+    if not 1 <= len(head.kernel_groups) <= MAX_KERNEL_GROUPS:
         raise RemoteProtocolError(
-            f"{where}: expected 1 to {MAX_KERNEL_GROUPS}, got {len(document.kernel_groups)}", path=where
+            f"{where}: expected 1 to {MAX_KERNEL_GROUPS}, got {len(head.kernel_groups)}", path=where
         )
-    return document
+    groups = [
+        _structure(group, KernelGroupDocument, f"{where}[{index}]") for index, group in enumerate(head.kernel_groups)
+    ]
+    return KVCacheLayoutDocument(head.cache_size_per_token, groups)
 
 
 def parse_entry(entry: object, path: str) -> CacheContextEntry:
@@ -192,9 +206,10 @@ def engine_driven_entries(status: StatusDocument, model_name: str) -> dict[str, 
 
 
 def registered_models(status: StatusDocument) -> tuple[str, ...]:
-    """Every model name that an engine or a client has registered, sorted, each once."""
+    """Every model name that is registered, sorted, each once; the private names of this library's clients left out."""
     entries = [*status.cache_context_meta.values(), *status.non_cuda_context_meta.values()]
-    return tuple(sorted({name for entry in entries if (name := _model_name_of(entry)) is not None}))
+    names = {name for entry in entries if (name := _model_name_of(entry)) is not None}
+    return tuple(sorted(name for name in names if not name.startswith(PRIVATE_MODEL_PREFIX)))
 
 
 def _model_name_of(entry: object) -> str | None:
@@ -251,8 +266,16 @@ def _check_range(value: int, path: str, low: int, high: int) -> None:
 
 
 def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+    """A scalar as text, cut; of what may be large or deep only the type."""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:_MAX_SHOWN]) + ("…" if len(value) > _MAX_SHOWN else "")
+    if (
+        value is None
+        or isinstance(value, (bool, float))
+        or (isinstance(value, int) and value.bit_length() <= _MAX_SHOWN)
+    ):
+        return repr(value)
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (list, dict)) else type(value).__name__
 
 
 def _exactly(kind: type, *also: type) -> Callable[[object, object], object]:
@@ -274,6 +297,7 @@ def _make_converter() -> cattrs.Converter:
         (str | int | None, (str, int, type(None))),
         (dict[str, object], (dict,)),
         (list[object] | None, (list, type(None))),
+        (list[object], (list,)),
     )
     for shape, kinds in (*raw, (dict[str, object] | None, (dict, type(None)))):
         converter.register_structure_hook_func(partial(operator.eq, shape), _exactly(*kinds))

@@ -38,11 +38,11 @@ class InFlight(Generic[R]):
     __slots__ = ("_error", "_reply", "correlation_id", "frames", "name", "request", "state")
 
     def __init__(self, correlation_id: CorrelationId, request: Request[R], name: str, frames: list[Buffer]) -> None:
-        self.correlation_id = correlation_id
-        self.request = request
-        self.name = name
-        self.frames = frames
-        self.state = InFlightState.WAITING
+        self.correlation_id: CorrelationId = correlation_id
+        self.request: Request[R] = request
+        self.name: str = name
+        self.frames: list[Buffer] = frames
+        self.state: InFlightState = InFlightState.WAITING
         self._reply: R | None = None
         self._error: RemoteProtocolError | None = None
 

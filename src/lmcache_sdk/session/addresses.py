@@ -33,11 +33,9 @@ def checked_addresses(url: object, http_url: object) -> Addresses:
     http = _http_url(http_url)
     if message is not None and _same_endpoint(message, http):
         raise UsageError(
-            f"http_url: {http_url!r} has the host and port of url={url!r}. They are two ports of the server: the "
-            "ZMQ port (5555 by "
-            "default) and the HTTP port (8080 by default). An HTTP request on the ZMQ port ends the server's "
-            "message thread for "
-            "every client, so nothing was sent"
+            f"http_url: {http_url!r} has the host and port of url={url!r}. They are two ports of the server: the ZMQ "
+            "port (5555 by default) and the HTTP port (8080 by default). An HTTP request on the ZMQ port ends the "
+            "server's message thread for every client, so nothing was sent"
         )
     return Addresses(canonical, f"{http.scheme}://{http.netloc}{http.path.rstrip('/')}")
 

@@ -33,11 +33,11 @@ class Channel:
     """One connection to the server."""
 
     def __init__(self, dialect: Dialect, transport: Transport) -> None:
-        self.exchange = Exchange(dialect)
-        self.broken = False
-        self.lost = False
+        self.exchange: Exchange = Exchange(dialect)
+        self.broken: bool = False
+        self.lost: bool = False
         """Whether it is broken because the server went away."""
-        self.kept = False
+        self.kept: bool = False
         """Not to be given to another operation: a reservation that is open waits for its answer here."""
         self._transport = transport
         self._tracing = tracing()

@@ -31,7 +31,7 @@ class Deadline:
     __slots__ = ("_clock", "_instant", "seconds")
 
     def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
-        self.seconds = seconds
+        self.seconds: float = seconds
         """How long it was when it was made; for messages."""
         self._clock = clock
         self._instant = clock() + seconds

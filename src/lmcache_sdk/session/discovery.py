@@ -77,8 +77,8 @@ def _version(http: HttpConversation, *, required: bool) -> str:
             return release
     if required:
         raise UnsupportedError(
-            "the server reports no LMCache version (/lmc_version and /version are missing, empty or NA), so its "
-            "wire cannot be "
+            "the server reports no LMCache version (/lmc_version and /version are missing, empty or NA), so its wire "
+            "cannot be "
             'chosen. If you know the release, pass dialect=..., for example dialect="0.5.6"',
             request="connect",
         )

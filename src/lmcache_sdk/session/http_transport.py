@@ -1,10 +1,10 @@
 """HTTP calls -> status and bytes, inside one deadline; the only importer of requests.
 
-What it guarantees beyond requests: the deadline bounds the whole conversation, dripping headers and bodies included
-(requests' timeout is per received piece); a body is read up to a limit; no redirect, no proxy, nothing from the
-environment; and not one byte is sent to a ZMQ port: an HTTP request there can end the message thread of an LMCache
-server for every client (PROTOCOL.md section 13). A ZMTP peer greets within a millisecond of accepting while an HTTP
-server stays silent, so a fresh connection listens first.
+What it guarantees beyond requests, for `http://` (an `https://` address gets requests' own timeouts, per received
+piece): the deadline bounds the whole conversation, dripping headers and bodies included; and not one byte is sent to
+a ZMQ port: an HTTP request there can end the message thread of an LMCache server for every client (PROTOCOL.md
+section 13). A ZMTP peer greets within a millisecond of accepting while an HTTP server stays silent, so a fresh
+connection listens first. For both: a body is read up to a limit; no redirect, no proxy, nothing from the environment.
 """
 
 from __future__ import annotations
@@ -104,6 +104,18 @@ class _Adapter(HTTPAdapter):
         pool = type("_BoundPool", (HTTPConnectionPool,), {"ConnectionCls": connection})
         self.poolmanager.pool_classes_by_scheme = {**self.poolmanager.pool_classes_by_scheme, "http": pool}
 
+    @override
+    def close(self) -> None:
+        """Closes the sockets now: urllib3 leaves that to the collector, and an error that lives on holds a
+        reference.
+        """
+        pools = self.poolmanager.pools
+        for key in pools.keys():  # noqa: SIM118  # not a dict
+            pool = pools.get(key)
+            if pool is not None:
+                pool.close()
+        super().close()
+
 
 class HttpConversation:
     """Some calls to one server, on one connection, under one deadline."""
@@ -156,9 +168,8 @@ class HttpConversation:
         if any(isinstance(cause, _SpokeFirstError) for cause in causes):
             return UsageError(
                 f"http_url: {self._base_url} is not an HTTP server: it spoke first, as a ZMQ port does. Are url and "
-                "http_url "
-                "swapped? Nothing was sent, because an HTTP request on its ZMQ port ends an LMCache server's "
-                "message thread"
+                "http_url swapped? Nothing was sent, because an HTTP request on its ZMQ port ends an LMCache "
+                "server's message thread"
             )
         if self._deadline.passed or any(isinstance(cause, TimeoutError) for cause in causes):
             return self._deadline.exceeded(step)
@@ -191,7 +202,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         inner = [arg for arg in error.args if isinstance(arg, BaseException)]
         reason = getattr(error, "reason", None)
-        error = next(iter(inner), reason if isinstance(reason, BaseException) else error.__cause__ or error.__context__)
+        error = next(iter(inner), reason if isinstance(reason, BaseException) else error.__cause__)
 
 
 def _status_error(url: str, status: int, body: bytes) -> HTTPStatusError:

@@ -74,8 +74,8 @@ class ReadLease:
         self._free: InFlight[Void] | None = None
         self._prepared: list[_Prepared] = []
         self._num_prepared = 0
-        self.stuck = ""
-        self.num_chunks = 0
+        self.stuck: str = ""
+        self.num_chunks: int = 0
         """Chunks of the hit prefix that are locked."""
 
     @property
@@ -134,8 +134,8 @@ class ReadLease:
         reply = self._operation.wait(entry)
         if not reply.success:
             raise LeaseExpiredError(
-                f"{self._operation.name}: the server found {self.num_chunks} chunks and then could not give them: they "
-                "were cleared in between"
+                f"{self._operation.name}: the server found {self.num_chunks} chunks and then could not give them: "
+                "they were cleared in between"
             )
         return reply
 

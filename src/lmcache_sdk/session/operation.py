@@ -84,13 +84,13 @@ class Operation:
         deadline: Deadline,
         probe: Probe | None = None,
     ) -> None:
-        self.name = name
-        self.channel = channel
-        self.identity = identity
-        self.tokens = tokens
-        self.cache_salt = cache_salt
-        self.deadline = deadline
-        self.request_id = RequestId(f"{name}-{uuid.uuid4().hex}")
+        self.name: str = name
+        self.channel: Channel = channel
+        self.identity: Identity = identity
+        self.tokens: TokenIds = tokens
+        self.cache_salt: str = cache_salt
+        self.deadline: Deadline = deadline
+        self.request_id: RequestId = RequestId(f"{name}-{uuid.uuid4().hex}")
         self._probe = probe
         self._obligations: list[Obligation] = []
         self._open = False
@@ -150,6 +150,10 @@ class Operation:
         """Adds what must be given back before the session ends."""
         self._obligations.append(obligation)
 
+    def fulfilled(self, obligation: Obligation) -> None:
+        """Takes out what is done before the end: a long store must not keep every payload that it sent."""
+        self._obligations = [owed for owed in self._obligations if owed is not obligation]
+
     def settle(self, entry: InFlight[R], cleanup: Deadline) -> R | None:
         """Waits for a reply during clean-up; None when it does not come or is illegal. Raises no error of ours."""
         try:
@@ -161,9 +165,10 @@ class Operation:
     def finish(self, deadline: Deadline) -> bool:
         """Gives back what is owed, then ends the server's session; whether nothing is owed any more."""
         while self._obligations and not self.channel.broken:
-            if not self._obligations[0].fulfil(deadline):
+            obligation = self._obligations[0]
+            if not obligation.fulfil(deadline):
                 return False
-            self._obligations.pop(0)
+            self.fulfilled(obligation)
         if self._open and not self.channel.broken:
             self._open = False
             try:

@@ -17,7 +17,7 @@ import attrs
 from lmcache_sdk.protocol import Register, Registered, Registration, Unregister
 from lmcache_sdk.session.channel import Channel
 from lmcache_sdk.session.deadline import Deadline
-from lmcache_sdk.values import InstanceId
+from lmcache_sdk.values import PRIVATE_MODEL_PREFIX, InstanceId
 
 
 @attrs.frozen
@@ -39,7 +39,7 @@ def new_instance_id() -> InstanceId:
 
 def private_model_name() -> str:
     """A name that no engine has."""
-    return f"lmcache-sdk/{uuid.uuid4().hex}"
+    return f"{PRIVATE_MODEL_PREFIX}{uuid.uuid4().hex}"
 
 
 def register(

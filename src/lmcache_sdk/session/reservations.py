@@ -68,7 +68,7 @@ class Reservation:
         self._commit: InFlight[Committed] | None = None
         self._indices: tuple[int, ...] = ()
         self._prepared_at = 0.0
-        self.stuck = ""
+        self.stuck: str = ""
         """Why only the server's TTL can end it; empty while an answer can."""
         self.written: tuple[int, ...] = ()
         """The chunks that were published, counted from the operation's first."""
@@ -152,13 +152,15 @@ class Reservation:
         self._machine.record(Event.COMMIT_ACCEPTED if accepted else Event.COMMIT_REFUSED)
         if accepted:
             self.written = tuple(self._first_chunk + index for index in self._indices)
+        self._commit = None  # with an inline store's payload
+        self._operation.fulfilled(self)
 
     def _check_alive(self) -> None:
         if self._half_ttl is not None and self._clock() - self._prepared_at > self._half_ttl:
             # it stays owed until the whole TTL is over: to unregister before would publish the slots
             raise LeaseExpiredError(
-                f"{self._operation.name}: the reserved slots are older than half their TTL of {2 * self._half_ttl:g} s "
-                "(a suspended process, or a copy that took too long); nothing was published"
+                f"{self._operation.name}: the reserved slots are older than half their TTL of {2 * self._half_ttl:g} "
+                "s (a suspended process, or a copy that took too long); nothing was published"
             )
 
     # ---- what an interrupted call leaves ----------------------------------------------------------------------------

@@ -42,8 +42,8 @@ class Session:
     """See the module. Thread-safe."""
 
     def __init__(self, addresses: Addresses, dialect: Dialect) -> None:
-        self.addresses = addresses
-        self.dialect = dialect
+        self.addresses: Addresses = addresses
+        self.dialect: Dialect = dialect
         self.pool: SharedPool | None = None
         """The server's pool, mapped here; None when tensors travel inline."""
         self._pid = os.getpid()
@@ -193,8 +193,7 @@ class Session:
         if os.getpid() != self._pid:
             raise SessionClosedError(
                 f"this context belongs to process {self._pid}, and this is its forked child {os.getpid()}: a "
-                "connection cannot be "
-                "shared across a fork; call connect() in the child"
+                "connection cannot be shared across a fork; call connect() in the child"
             )
         if self._machine.state in (SessionState.CLOSING, SessionState.CLOSED):
             raise SessionClosedError("this context is closed; call connect() for a new one")

@@ -21,11 +21,9 @@ from lmcache_sdk.values import override
 _NAME: Final = re.compile(r"^lmcache_l1_pool_[A-Za-z0-9_.\-]{1,200}$")
 """The server adds this prefix to whatever name it was started with (PROTOCOL.md section 10)."""
 _HOW_TO_SHARE: Final = (
-    "The server hands out slots in shared memory, so this process must see the same /dev/shm: run it on the "
-    "server's host; in "
-    "containers share it (docker: --ipc=host, or --ipc=container:SERVER; Kubernetes: one emptyDir of medium Memory "
-    "mounted at "
-    "/dev/shm in both). Or start the server with --shm-name '' to send tensors inline"
+    "The server hands out slots in shared memory, so this process must see the same /dev/shm: run it on the server's "
+    "host; in containers share it (docker: --ipc=host, or --ipc=container:SERVER; Kubernetes: one emptyDir of medium "
+    "Memory mounted at /dev/shm in both). Or start the server with --shm-name '' to send tensors inline"
 )
 
 
@@ -38,8 +36,8 @@ class SharedPool:
     """
 
     def __init__(self, name: str, size: int) -> None:
-        self.name = name
-        self.size = size
+        self.name: str = name
+        self.size: int = size
         if not _NAME.match(name):
             raise RemoteProtocolError(
                 f"register.shm_name: not the name of a pool: {name[:80]!r}", path="register.shm_name"
@@ -56,7 +54,7 @@ class SharedPool:
                     f"the server announces a pool of {size} bytes, but the segment /dev/shm/{name} seen here has "
                     f"{found.st_size}: it belongs to another server. {_HOW_TO_SHARE}"
                 )
-            self.inode = (found.st_dev, found.st_ino)
+            self.inode: tuple[int, int] = (found.st_dev, found.st_ino)
             self._mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(fd)
@@ -79,8 +77,7 @@ def unproven(name: str) -> ConnectError:
     """The error for a segment that has the right name and size and still is not the server's."""
     return ConnectError(
         f"the segment /dev/shm/{name} seen here is not the server's: bytes that the server wrote into its pool did "
-        "not show up. "
-        f"{_HOW_TO_SHARE}"
+        f"not show up. {_HOW_TO_SHARE}"
     )
 
 
@@ -92,8 +89,7 @@ def _open(name: str) -> int:
     except PermissionError as error:
         raise ConnectError(
             f"the server's pool /dev/shm/{name} may not be opened by this user: the server creates it for its own "
-            "user only "
-            "(mode 0600); run this process as that user"
+            "user only (mode 0600); run this process as that user"
         ) from error
     except OSError as error:
         raise ConnectError(f"the server's pool /dev/shm/{name} cannot be opened: {error}. {_HOW_TO_SHARE}") from error

@@ -133,7 +133,7 @@ class Machine(Generic[S]):
 
     def __init__(self, table: Table[S], start: S) -> None:
         self._table = table
-        self.state = start
+        self.state: S = start
 
     def record(self, event: Event) -> S:
         """Moves to the state that the table names; raises LocalProtocolError when it names none."""

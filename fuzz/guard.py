@@ -1,0 +1,74 @@
+"""What every execution is held to, whatever the input: no import, no file, no code, bounded time, bounded memory.
+
+A target's `check(data)` says what may come out; this module says what may not happen on the way. `Guard.run` is cheap
+enough for every execution; `Guard.run_traced` also measures the peak of memory and is for samples and for tests.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Final
+
+MAX_SECONDS: Final = 1.0
+"""CPU time of one execution; wall time would measure the machine's other work."""
+PEAK_AROUND: Final = 64 * 2**10
+PEAK_PER_BYTE: Final = 128
+"""An empty list or map is 64 bytes in memory, its place on the stack 8 more, and one byte in the payload."""
+
+_FORBIDDEN: Final = ("import", "open", "exec", "compile", "code.__new__", "function.__new__", "marshal.loads")
+_FORBIDDEN_FAMILIES: Final = (
+    *("builtins.", "ctypes.", "ftplib.", "glob.", "http.", "mmap.", "os.", "pathlib.", "pickle.", "resource."),
+    *("shutil.", "signal.", "socket.", "sqlite3.", "subprocess.", "tempfile.", "urllib.", "webbrowser."),
+)
+
+
+class Violation(BaseException):
+    """A promise was broken. Not an Exception: code under test must not be able to catch it."""
+
+
+class Guard:
+    """Watches one target. The interpreter's audit hooks cannot be taken out, so make one guard per process."""
+
+    def __init__(self, check: Callable[[bytes], None]) -> None:
+        self._check = check
+        self._armed = False
+        self._events: list[str] = []
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self._armed and (event in _FORBIDDEN or event.startswith(_FORBIDDEN_FAMILIES)):
+            self._events.append(f"{event} {str(arguments)[:200]}")
+            raise Violation(self._events[0])
+
+    def warm_up(self, inputs: list[bytes]) -> None:
+        """Runs inputs unwatched: what is imported and compiled on first use is done once, by legal input."""
+        for data in inputs:
+            self._check(data)
+
+    def run(self, data: bytes) -> None:
+        """One execution; raises whatever is wrong."""
+        began = time.thread_time()
+        self._armed = True
+        try:
+            self._check(data)
+        finally:
+            self._armed = False
+        if self._events:
+            raise Violation(f"swallowed: {self._events.pop()}")
+        spent = time.thread_time() - began
+        if spent > MAX_SECONDS:
+            raise Violation(f"{spent:.1f} s of CPU time for {len(data)} bytes")
+
+    def run_traced(self, data: bytes) -> None:
+        """The same with the peak of memory measured; several times slower."""
+        tracemalloc.start()
+        try:
+            self.run(data)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        if peak > PEAK_AROUND + PEAK_PER_BYTE * len(data):
+            raise Violation(f"{peak} bytes of memory for {len(data)} bytes")
