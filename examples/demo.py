@@ -30,9 +30,13 @@ T = TypeVar("T")
 EMBEDDED_MODEL = "demo/8-layers"
 EMBEDDED_POOL_NBYTES = 48 * 2**20
 NUM_CHUNKS = 4
-TAIL_TOKENS = 76
 DROPPED_OF = 4
 """The edit drops one token of so many: 4 chunks become 3 whole ones."""
+
+
+def tail_tokens(chunk_size: int) -> int:
+    """Tokens behind the last whole chunk, which are never stored."""
+    return chunk_size * 3 // 10
 
 
 class Report:
@@ -123,7 +127,7 @@ def store_and_read(
 ) -> torch.Tensor | None:
     """Stores random KV and retrieves its whole chunks."""
     kv = random_kv(layout, len(tokens))
-    hit = len(tokens) - TAIL_TOKENS
+    hit = NUM_CHUNKS * ctx.chunk_size
     report.say("kv", f"{list(kv.shape)} [kv, layer, token, hidden] {kv.dtype}, {megabytes(kv)} of random bits")
     found = ctx.lookup(tokens)
     report.check("lookup", f"{found.hit_tokens} of {found.total_tokens} tokens are cached; none", found.hit_tokens == 0)
@@ -180,7 +184,8 @@ def run(target: Target) -> int:
         if target.transport is not None:
             report.check("transport", f"{target.transport}, as asked for", ctx.transport == target.transport)
         # random ids: on a server that has run the demo before, other ids would be cached already
-        tokens = [random.randrange(32_000) for _ in range(NUM_CHUNKS * ctx.chunk_size + TAIL_TOKENS)]
+        length = NUM_CHUNKS * ctx.chunk_size + tail_tokens(ctx.chunk_size)
+        tokens = [random.randrange(32_000) for _ in range(length)]
         kv = store_and_read(report, ctx, layout, tokens)
         if kv is not None:
             edit_and_store(report, ctx, tokens, kv)

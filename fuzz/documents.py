@@ -1,11 +1,10 @@
 """Target 3: any body is a document whose numbers are in bounds, or one of the errors of this library.
 
-The first byte of an input chooses the endpoint (`KINDS`), the rest is the body.
+The first byte of an input chooses the reader (`KINDS`), the rest is the body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -18,8 +17,9 @@ from .guard import Violation
 
 MAX_LEN: Final = 1536
 CONFIG, STATUS, VERSION, ENTRY, LAYOUT = KINDS = range(5)
-_REFUSALS: Final = (RemoteProtocolError, UnsupportedError, LayoutError)
+_MAX_CHUNK_SIZE: Final = 2**20
 _MAX_SIZE: Final = 2**31 - 1
+_MODELS_READ: Final = 3
 
 
 def check(data: bytes) -> None:
@@ -27,16 +27,69 @@ def check(data: bytes) -> None:
     if not data:
         return
     kind, body = data[0] % len(KINDS), data[1:]
+    if kind < ENTRY:
+        _check_body(kind, body)
+        return
+    try:
+        value: object = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return
+    _check_layouts(kind, value)
+
+
+def _check_body(kind: int, body: bytes) -> None:
     try:
         if kind == CONFIG:
-            config = p.parse_config(body)
-            _bounded("chunk_size", config.mp.chunk_size, p.MAX_CHUNK_SIZE)
-        elif kind == STATUS:
-            _check_status(p.parse_status(body))
+            _in_bounds("chunk_size", p.parse_config(body).mp.chunk_size, _MAX_CHUNK_SIZE)
         elif kind == VERSION:
-            p.dialect_of_server(p.parse_version(body, "lmc_version"))
+            version = p.parse_version(body, "lmc_version")
+            if p.dialect_of_server(version).release not in p.DIALECTS:
+                raise Violation(version)
         else:
-            _check_entry(kind, msgspec.json.decode(body))
-    except (*_REFUSALS, msgspec.DecodeError, RecursionError) as error:
-        if not isinstance(error, _REFUSALS) and kind < ENTRY:  # there the decoding is ours, not the library's
-            raise
+            status = p.parse_status(body)
+            _in_bounds("chunk_size", status.chunk_size, _MAX_CHUNK_SIZE)
+            _check_registries(status)
+    except (RemoteProtocolError, UnsupportedError):
+        pass
+
+
+def _check_registries(status: p.StatusDocument) -> None:
+    for model in p.registered_models(status)[:_MODELS_READ]:
+        for read in (p.model_entries, p.engine_driven_entries):
+            try:
+                entries = read(status, model)
+            except RemoteProtocolError:
+                continue
+            for entry in entries.values():
+                _in_bounds("world_size", entry.world_size, 255)
+                if entry.model_name != model:
+                    raise Violation(f"an entry of {entry.model_name!r} for {model!r}")
+                if isinstance(entry, p.CacheContextEntry):
+                    _check_layouts(LAYOUT, entry.kv_cache_layout)
+                    _check_layouts(ENTRY, {"kv_cache_layout": entry.kv_cache_layout})
+
+
+def _check_layouts(kind: int, value: object) -> None:
+    """`parse_layout` on objects, `KVLayout.from_status` and `parse_entry` on anything."""
+    try:
+        if kind == LAYOUT and isinstance(value, dict):
+            p.parse_layout(value, "layout")
+            return
+        layout = KVLayout.from_status(value)  # type: ignore[arg-type]  # anything is the point
+    except (RemoteProtocolError, UnsupportedError, LayoutError):
+        layout = None
+    if layout is not None:
+        for name in ("num_layers", "hidden_dim", "tokens_per_block", "slots_per_block"):
+            _in_bounds(name, getattr(layout, name), _MAX_SIZE)
+        if layout.planes not in (1, 2) or layout.describe() == "":
+            raise Violation(repr(layout))
+        return
+    try:
+        p.parse_entry(value, "entry")
+    except RemoteProtocolError:
+        pass
+
+
+def _in_bounds(name: str, value: object, high: int) -> None:
+    if type(value) is not int or not 1 <= value <= high:
+        raise Violation(f"{name}: {value!r}")

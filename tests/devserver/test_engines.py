@@ -1,4 +1,4 @@
-"""Played engines: /status shows what our own decoder, checked against the real releases' entries, reads as their layout."""
+"""Played engines: /status shows entries like the real releases', which our decoder reads as the engine's layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmcache_sdk.devserver import DevServer, PlayedEngine
 from lmcache_sdk.devserver.behaviours import of_dialect
 from lmcache_sdk.errors import UsageError
 from lmcache_sdk.layout import KVLayout
-from tests.devserver.raw import RELEASES, RawClient, lookup, query, registration, running, tokens_of, unregister
+from tests.devserver.raw import RELEASES, lookup, registration, running, tokens_of, unregister
 
 FORMS = ("HND", "NHD", "FLASH", "MLA", "FUSED")
 GOLDEN = Path(__file__).parents[1] / "golden" / "layouts"
@@ -112,11 +112,6 @@ def test_what_no_engine_is(wrong: dict[str, Any]) -> None:
         PlayedEngine.from_layout("m", KVLayout(num_layers=1, hidden_dim=8, dtype=torch.float32, planes=2))
 
 
-def hit(client: RawClient, request_id: str) -> int | None:
-    client.call(lookup(tokens_of(0), request_id))
-    return client.call(query(request_id)).ready_chunks
-
-
 def test_an_engine_is_a_layout_for_lookups_until_it_is_dropped() -> None:
     with running() as (server, client):
         client.call(registration(1, model="private"))
@@ -124,12 +119,12 @@ def test_an_engine_is_a_layout_for_lookups_until_it_is_dropped() -> None:
         assert server.held().sessions == 0, "no layout, no session"
         first, second = server.register_engine(engine()), server.register_engine(engine("HND"))
         assert first != second
-        hit(client, "between")
+        client.call(lookup(tokens_of(0), "between"))
         assert server.held().sessions == 1
         client.call(unregister(1))
         server.drop_engine("other")
         server.drop_engine("m")
         assert server.status()["cache_context_meta"] == {}
-        hit(client, "after")
+        client.call(lookup(tokens_of(0), "after"))
         assert server.held().sessions == 1
         assert server.held().registrations == set()

@@ -32,5 +32,5 @@ def test_the_traces_hold_what_they_should() -> None:
             assert text.count("\n") > 400
             assert text.count("no reply") > 20
             assert text.count(" = ") > 15
-            assert "false" in text
-            assert "miss" in text
+            assert text.count("miss") > 3
+            assert ("false" in text) is ((release, transport) != ("0.5.7rc2", "inline")), "which refuses by silence"

@@ -18,7 +18,7 @@ from typing import Final
 from lmcache_sdk.errors import ConnectError, RemoteProtocolError
 from lmcache_sdk.values import override
 
-_NAME: Final = re.compile(r"^lmcache_l1_pool_[A-Za-z0-9_.\-]{1,200}$")
+_NAME: Final = re.compile(r"lmcache_l1_pool_[A-Za-z0-9_.\-]{1,200}")
 """The server adds this prefix to whatever name it was started with (PROTOCOL.md section 10)."""
 _HOW_TO_SHARE: Final = (
     "The server hands out slots in shared memory, so this process must see the same /dev/shm: run it on the server's "
@@ -38,7 +38,7 @@ class SharedPool:
     def __init__(self, name: str, size: int) -> None:
         self.name: str = name
         self.size: int = size
-        if not _NAME.match(name):
+        if not _NAME.fullmatch(name):
             raise RemoteProtocolError(
                 f"register.shm_name: not the name of a pool: {name[:80]!r}", path="register.shm_name"
             )
@@ -55,7 +55,7 @@ class SharedPool:
                     f"{found.st_size}: it belongs to another server. {_HOW_TO_SHARE}"
                 )
             self.inode: tuple[int, int] = (found.st_dev, found.st_ino)
-            self._mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._mapping = _map(fd, size, name)
         finally:
             os.close(fd)
         self.buffer: memoryview = memoryview(self._mapping)
@@ -79,6 +79,15 @@ def unproven(name: str) -> ConnectError:
         f"the segment /dev/shm/{name} seen here is not the server's: bytes that the server wrote into its pool did "
         f"not show up. {_HOW_TO_SHARE}"
     )
+
+
+def _map(fd: int, size: int, name: str) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConnectError(
+            f"the server's pool /dev/shm/{name} of {size} bytes cannot be mapped here: {error}"
+        ) from error
 
 
 def _open(name: str) -> int:

@@ -1,0 +1,143 @@
+"""Writes the hand-made part of the corpora: golden messages, golden payloads and golden status entries as inputs.
+
+Run from the repository's root: `python -m fuzz.seeds`. Files are named by what they hold; what a run has found is named
+by its hash (`python -m fuzz.run --minimise`).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lmcache_sdk.layout import KVLayout, write_payload
+from lmcache_sdk.protocol import PayloadForm
+
+from . import documents, frames, payloads
+
+ROOT: Final = Path(__file__).parent
+CORPUS: Final = ROOT / "corpus"
+GOLDEN: Final = ROOT.parent / "tests" / "golden"
+_RELEASES: Final = {each.release: index for index, each in enumerate(frames.DIALECTS)}
+_LARGEST: Final = 700
+
+
+def payload_seeds() -> Iterator[tuple[str, bytes]]:
+    """Every golden payload once (pickles of 0.5.6: those of other releases differ in a storage key), and our own."""
+    for release, envelope in (("0.5.6", 0), ("0.5.7rc2", payloads.ENVELOPE)):
+        for vector in _wire(release)["tensor_payloads"]:
+            if "error" not in vector:
+                count = len(vector["tensors"])
+                how = envelope | count << payloads.COUNT_SHIFT
+                yield f"{release}-{vector['name']}", bytes([how]) + base64.b64decode(vector["payload_b64"])
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+        layout = KVLayout(num_layers=1, dtype=dtype, hidden_dim=2)
+        kv = torch.zeros(2, 1, 4, 2, dtype=torch.uint8).to(dtype)
+        for chunks in (1, 2):
+            frame = write_payload(kv, layout, 2, 0, chunks, PayloadForm.PICKLE)
+            yield f"by-hand-{chunks}-{dtype}", bytes([payloads.STORED]) + bytes(frame[frame.index(b"\x80\x04") :])
+    latin = b"\x80\x02]c_codecs\nencode\nX\x02\x00\x00\x00ab\x8c\x06latin1\x86Ra."
+    yield "latin1", bytes([payloads.STORED]) + latin
+    frombuffer = b"\x80\x04]cnumpy\nfrombuffer\nC\x04abcd\x8c\x02u1\x86Ra."
+    yield "frombuffer", bytes([payloads.STORED]) + frombuffer
+
+
+def frame_seeds() -> Iterator[tuple[str, bytes]]:
+    """Golden replies and requests, one of each name and dialect family, decoded, raw, and as answers in flight."""
+    seen: set[tuple[str, str]] = set()
+    for release in ("0.5.1", "0.5.3", "0.5.6", "0.5.7rc2"):
+        names = [rule.name for rule in frames.RULES[release]]
+        for vector in _wire(release)["vectors"]:
+            raw = [bytes.fromhex(frame) for frame in vector["frames"]]
+            fresh = (vector["kind"], vector["name"]) not in seen or release == "0.5.7rc2"
+            if vector["op"] not in names or sum(map(len, raw)) > _LARGEST or not fresh:
+                continue
+            seen.add((vector["kind"], vector["name"]))
+            kind = names.index(vector["op"])
+            name = f"{release}-{vector['kind']}-{vector['name']}-{vector['uid']}"
+            yield from _frame_inputs(name, _RELEASES[release], kind, vector["kind"], raw)
+
+
+def _frame_inputs(name: str, release: int, kind: int, direction: str, raw: list[bytes]) -> Iterator[tuple[str, bytes]]:
+    if direction == "request":
+        yield name, bytes([release, frames.REQUEST, kind, 0]) + frames.join(raw[2:] or [b""])
+    else:
+        yield name, bytes([release, frames.REPLY, kind, 0]) + (raw[2] if len(raw) > 2 else b"")
+        answer = [b"\x00", *raw[1:], b""][:4]
+        how = 1 | (len(raw) - 1) << 2
+        yield f"{name}-in-flight", bytes([release, frames.EXCHANGE, kind, how]) + frames.join(answer)
+    if kind % 4 == 0:
+        yield f"{name}-raw", bytes([release, frames.RAW, kind, len(raw) - 2]) + frames.join(raw)
+
+
+def document_seeds() -> Iterator[tuple[str, bytes]]:
+    """Golden entries, one of each engine format, alone and inside a status; small documents of every endpoint."""
+    seen: set[str] = set()
+    for path in sorted((GOLDEN / "layouts").glob("*.json")):
+        for case in json.loads(path.read_text())["cases"]:
+            entry = case["status_entry"]
+            layout = entry["kv_cache_layout"]
+            group = layout["kernel_groups"][0]
+            kind = f"{group['engine_kv_format']}-{len(layout['kernel_groups'])}-{group['dtype']}"
+            if kind in seen:
+                continue
+            seen.add(kind)
+            yield f"entry-{kind}", bytes([documents.ENTRY]) + _json(_small(entry))
+            if len(seen) % 4 == 1:
+                status = {"chunk_size": 256, "cache_context_meta": {"7": _small(entry)}}
+                yield f"status-{kind}", bytes([documents.STATUS]) + _json(status)
+                yield f"layout-{kind}", bytes([documents.LAYOUT]) + _json(_small(layout))
+    driven = {"model_name": "m", "world_size": 1, "block_size": 16, "use_mla": False}
+    l1 = {"total_object_count": 1, "write_ttl_seconds": 600, "read_ttl_seconds": 300.0}
+    status = {
+        "chunk_size": 256, "is_healthy": True, "active_sessions": 0, "storage_manager": {"l1_manager": l1},
+        "non_cuda_context_meta": {"1": driven}, "registered_non_cuda_instance_ids": [1], "worker_liveness": {"1": {}},
+    }  # fmt: skip
+    yield "status-driven", bytes([documents.STATUS]) + _json(status)
+    mp = {
+        "chunk_size": 256, "supported_transfer_mode": "engine_driven", "transport": "zmq", "shm_name": None,
+        "instance_id": "a", "port": 5555, "worker_registration_grace_seconds": 60.0,
+    }  # fmt: skip
+    yield "config", bytes([documents.CONFIG]) + _json({"mp": mp})
+    for version in ("0.5.6", "v0.5.7rc2", "0.5.5.post1+cpu", "0.5.7.dev3"):
+        yield f"version-{version}", bytes([documents.VERSION]) + _json(version)
+
+
+def _small(value: Any) -> Any:
+    """Without the fields that nobody reads."""
+    if isinstance(value, Mapping):
+        read = {
+            *("model_name", "world_size", "kv_cache_layout", "cache_size_per_token", "kernel_groups", "num_layers"),
+            *("tokens_per_block", "slots_per_block", "dtype", "engine_kv_concrete_shape", "engine_kv_format"),
+            *("is_mla", "object_group_idx"),
+        }
+        return {key: _small(each) for key, each in value.items() if key in read}
+    return [_small(each) for each in value] if isinstance(value, list) else value
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _wire(release: str) -> Any:
+    return json.loads((GOLDEN / "wire" / f"lmcache-{release}.json").read_text())
+
+
+SEEDS: Final = {"payloads": payload_seeds, "frames": frame_seeds, "documents": document_seeds}
+
+
+def write() -> None:
+    """Writes the files; what is there under other names stays."""
+    for target, make in SEEDS.items():
+        folder = CORPUS / target
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in make():
+            (folder / f"seed-{''.join(c if c.isalnum() or c in '._-' else '_' for c in name)}").write_bytes(data)
+
+
+if __name__ == "__main__":
+    write()
