@@ -39,7 +39,7 @@ def payload_seeds() -> Iterator[tuple[str, bytes]]:
         kv = torch.zeros(2, 1, 4, 2, dtype=torch.uint8).to(dtype)
         for chunks in (1, 2):
             frame = write_payload(kv, layout, 2, 0, chunks, PayloadForm.PICKLE)
-            yield f"by-hand-{chunks}-{dtype}", bytes([payloads.STORED]) + bytes(frame[frame.index(b"\x80\x04") :])
+            yield f"by-hand-{chunks}-{dtype}", bytes([payloads.STORED]) + bytes(frame[frame.index(0x80) :])
     latin = b"\x80\x02]c_codecs\nencode\nX\x02\x00\x00\x00ab\x8c\x06latin1\x86Ra."
     yield "latin1", bytes([payloads.STORED]) + latin
     frombuffer = b"\x80\x04]cnumpy\nfrombuffer\nC\x04abcd\x8c\x02u1\x86Ra."
