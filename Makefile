@@ -12,7 +12,7 @@ CLEAN := .venvs/clean
 PIP   := -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo fmt lint layers types surface test fast golden interop wheel cov check clean
+.PHONY: help setup demo fmt lint layers types surface test fast golden interop wheel fuzz cov check clean
 
 help: ## prints these lines
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -68,6 +68,13 @@ wheel: $(READY) ## builds the wheel, installs it in a clean environment, checks 
 	$(CLEAN)/bin/python $(PIP) install dist/wheel/lmcache_sdk-*.whl
 	$(CLEAN)/bin/python -I tests/downstream/check_install.py dist/wheel/lmcache_sdk-*.whl
 	$(BIN)/python tests/downstream/check_types.py $(CLEAN)/bin/python
+
+# A finding ends it with an error and a file; `make fuzz RUNS=10000000` counts executions instead of seconds.
+fuzz: $(READY) ## fuzzes payloads, frames and documents for 60 seconds each, or RUNS=... executions each
+	$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python $(PIP) install --editable '.[fuzz]'
+	for target in payloads frames documents; do \
+	  nice -n 10 $(BIN)/python -m fuzz.run $$target $(if $(RUNS),-runs=$(RUNS),-max_total_time=60) || exit 1; \
+	done
 
 cov: $(READY) ## branch coverage; the protocol and the state tables at 100 %
 	$(BIN)/pytest --cov --cov-report=

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import sys
@@ -106,8 +107,8 @@ def timed(call: Callable[[], T]) -> tuple[T, float]:
 def random_kv(layout: KVLayout, num_tokens: int) -> torch.Tensor:
     """`[planes, layer, token, hidden]` of random bits, NaN patterns included: nothing may change a bit of them."""
     shape = (layout.planes, layout.num_layers, num_tokens, layout.hidden_dim)
-    bits = torch.randint(0, 256, (*shape[:3], shape[3] * layout.dtype.itemsize), dtype=torch.uint8)
-    return bits.view(layout.dtype)
+    nbytes = math.prod(shape) * layout.dtype.itemsize
+    return torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=layout.dtype).view(shape)
 
 
 def same_bits(one: torch.Tensor | None, other: torch.Tensor) -> bool:

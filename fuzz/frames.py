@@ -5,6 +5,8 @@ byte 0 the dialect, byte 1 the mode (`MODES`), byte 2 the kind of request, byte 
 two bytes of length, little endian, and that many bytes; the last takes what is left.
 """
 
+# ruff: noqa: SIM105  # contextlib.suppress is slower than try, and this runs millions of times
+
 from __future__ import annotations
 
 from typing import Any, Final

@@ -1,7 +1,7 @@
 """Writes the hand-made part of the corpora: golden messages, golden payloads and golden status entries as inputs.
 
-Run from the repository's root: `python -m fuzz.seeds`. Files are named by what they hold; what a run has found is named
-by its hash (`python -m fuzz.run --minimise`).
+Run from the repository's root: `python -m fuzz.seeds`. These files are named `seed-` and what they hold; inputs that a
+run has found are named by their hash.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ CORPUS: Final = ROOT / "corpus"
 GOLDEN: Final = ROOT.parent / "tests" / "golden"
 _RELEASES: Final = {each.release: index for index, each in enumerate(frames.DIALECTS)}
 _LARGEST: Final = 700
+_PICKLES: Final = {"empty_list", "one_bfloat16_2_1_4_2", "one_float8_e4m3fn_2_1_4_2", "two_bf16_2_1_4_2"}
+"""Payloads of other dtypes differ in a name only; tests/layout reads them all."""
 
 
 def payload_seeds() -> Iterator[tuple[str, bytes]]:
-    """Every golden payload once (pickles of 0.5.6: those of other releases differ in a storage key), and our own."""
+    """Golden payloads (pickles of 0.5.6: those of other releases differ in a storage key), our own, and short ones."""
     for release, envelope in (("0.5.6", 0), ("0.5.7rc2", payloads.ENVELOPE)):
         for vector in _wire(release)["tensor_payloads"]:
-            if "error" not in vector:
+            if "error" not in vector and (envelope or vector["name"] in _PICKLES):
                 count = len(vector["tensors"])
                 how = envelope | count << payloads.COUNT_SHIFT
                 yield f"{release}-{vector['name']}", bytes([how]) + base64.b64decode(vector["payload_b64"])
@@ -40,10 +42,34 @@ def payload_seeds() -> Iterator[tuple[str, bytes]]:
         for chunks in (1, 2):
             frame = write_payload(kv, layout, 2, 0, chunks, PayloadForm.PICKLE)
             yield f"by-hand-{chunks}-{dtype}", bytes([payloads.STORED]) + bytes(frame[frame.index(0x80) :])
+    for name, payload in _short_payloads():
+        yield f"short-{name}", bytes([1 << payloads.COUNT_SHIFT]) + payload
     latin = b"\x80\x02]c_codecs\nencode\nX\x02\x00\x00\x00ab\x8c\x06latin1\x86Ra."
     yield "latin1", bytes([payloads.STORED]) + latin
     frombuffer = b"\x80\x04]cnumpy\nfrombuffer\nC\x04abcd\x8c\x02u1\x86Ra."
     yield "frombuffer", bytes([payloads.STORED]) + frombuffer
+
+
+def _short_payloads() -> Iterator[tuple[str, bytes]]:
+    """One tensor in as few opcodes as there can be: most executions start from these, and they are the fastest."""
+    for name, kind, typed, count, raw in (
+        ("half", b"ctorch\nHalfStorage\n", b"", 1, b"ab"),
+        ("long", b"ctorch\nLongStorage\n", b"", 2, bytes(16)),
+        ("float8", b"ctorch.storage\nUntypedStorage\n", b"ctorch\nfloat8_e5m2\n", 3, b"abc"),
+    ):
+        streams = (
+            b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19",
+            b"M\xe9\x03",
+            b"}(X\x0d\x00\x00\x00little_endian\x88u",
+            b"(\x8c\x07storage" + kind + b"\x8c\x010\x8c\x03cpuK" + bytes([count]) + b"NtQ",
+            b"]\x8c\x010a",
+        )
+        storage = b"".join(b"\x80\x02" + stream + b"." for stream in streams) + count.to_bytes(8, "little") + raw
+        loaded = b"ctorch.storage\n_load_from_bytes\nC" + bytes([len(storage)]) + storage + b"\x85R"
+        rebuild = b"_rebuild_tensor_v3" if typed else b"_rebuild_tensor_v2"
+        numbers = b"K\x00K" + bytes([count]) + b"\x85K\x01\x85\x89"
+        hooks = b"ccollections\nOrderedDict\n)R"
+        yield name, b"\x80\x04]ctorch._utils\n" + rebuild + b"\n(" + loaded + numbers + hooks + typed + b"tRa."
 
 
 def frame_seeds() -> Iterator[tuple[str, bytes]]:
@@ -130,13 +156,18 @@ def _wire(release: str) -> Any:
 SEEDS: Final = {"payloads": payload_seeds, "frames": frame_seeds, "documents": document_seeds}
 
 
+def file_name(name: str) -> str:
+    """The file of a seed."""
+    return "seed-" + "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+
+
 def write() -> None:
     """Writes the files; what is there under other names stays."""
     for target, make in SEEDS.items():
         folder = CORPUS / target
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in make():
-            (folder / f"seed-{''.join(c if c.isalnum() or c in '._-' else '_' for c in name)}").write_bytes(data)
+            (folder / file_name(name)).write_bytes(data)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from lmcache_sdk import protocol as p
 from lmcache_sdk.errors import RemoteProtocolError
 from lmcache_sdk.values import InstanceId, RequestId
 
-R = TypeVar("R")
+Q = TypeVar("Q", bound=p.Request[Any])
 ChunkName = tuple[str, str, bytes]
 PendingName = tuple[object, ...]
 
@@ -162,7 +162,7 @@ class FakeServer:
                 unwritten=self._unwritten,
             )
 
-    def asked(self, kind: type[p.Request[R]]) -> list[p.Request[R]]:
+    def asked(self, kind: type[Q]) -> list[Q]:
         """The requests of a kind that came."""
         return [request for request in self.requests if isinstance(request, kind)]
 

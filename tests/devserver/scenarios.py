@@ -6,7 +6,7 @@ all instances leave, but sessions and jobs may stay: lines hold changes, not val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -352,36 +352,17 @@ def two_ranks(run: Script) -> None:
         run("end", end(name))
 
 
-SCENARIOS: Final[Mapping[str, Callable[[Script], None]]] = {
-    scenario.__name__: scenario
-    for scenario in (
-        whole_life,
-        lookups,
-        ranges,
-        model_leaves,
-        transfers,
-        pending,
-        wrong_keys,
-        reused_request,
-        inline_data,
-        registrations,
-        two_ranks,
-    )
-}
-"""In the order in which they run on one server."""
-
-
-def run_all(make_script: Callable[[], Script]) -> dict[str, list[str]]:
-    """The lines of every scenario."""
-    lines = {}
-    for name, scenario in SCENARIOS.items():
-        script = make_script()
-        try:
-            scenario(script)
-            lines[name] = list(script.lines)
-            script("forced clear", p.Clear(force=True))
-            for instance_id in INSTANCES:
-                script("unregister", unregister(instance_id))
-        finally:
-            script.close()
-    return lines
+AT_ANY_TIME: Final[Sequence[Callable[[Script], None]]] = (
+    whole_life,
+    lookups,
+    ranges,
+    model_leaves,
+    transfers,
+    pending,
+    wrong_keys,
+    reused_request,
+    inline_data,
+    registrations,
+    two_ranks,
+)
+"""In the order in which they run, all on one server."""

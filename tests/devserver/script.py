@@ -106,11 +106,13 @@ def spell_slots(slots: Sequence[p.Slot]) -> str:
 class Script:
     """One run: a client, where /status is, where the pool is, and the lines so far."""
 
-    def __init__(self, client: RawClient, http_url: str, shm_name: str) -> None:
+    def __init__(self, client: RawClient, http_url: str, shm_name: str, wait: Callable[[float], None]) -> None:
         self.client = client
         self.release = client.dialect.release
         self.shared = bool(shm_name)
         self.lines: list[str] = []
+        self.wait = wait
+        """Lets that many seconds pass for the server."""
         self._http_url = http_url
         self._pool = self._map(shm_name) if shm_name else None
         self._numbers = self._look()
@@ -191,6 +193,12 @@ class Script:
         if hit > taken:
             self("free", free(tokens, name, start=taken * CHUNK, end=hit * CHUNK, **parts))
         self("end", end(name))
+
+    def look(self, tokens: Sequence[int], name: str) -> None:
+        """Looks up and frees what was found."""
+        self("lookup", lookup(tokens, name))
+        self("query", query(name))
+        self("free", free(tokens, name))
 
     def read(self, named: p.IPCCacheServerKey, instance_id: int = 1) -> None:
         """PREPARE_RETRIEVE, a look at the contents, COMMIT_RETRIEVE."""

@@ -88,7 +88,7 @@ def test_a_port_that_is_taken_fails_and_leaves_nothing(which: str) -> None:
 def test_it_comes_back_on_the_same_ports_with_a_new_pool() -> None:
     name = unique_shm_name()
     with DevServer(shm_name=name) as first:
-        port, http_port = urlsplit(first.url).port, urlsplit(first.http_url).port
+        port, http_port = (urlsplit(url).port or 0 for url in (first.url, first.http_url))
         inode = Path("/dev/shm", first.shm_name).stat().st_ino
         with RawClient(first.url, "0.5.6") as client:
             client.call(registration(1))

@@ -7,18 +7,17 @@ for which the environment of `make interop` must be there.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
 from tests.devserver.raw import CHUNK, RELEASES, RawClient
-from tests.devserver.scenarios import run_all
 from tests.devserver.script import Script
+from tests.devserver.stages import STAGES, Stage, run_stage
 
 FOLDER: Final = Path(__file__).parent / "traces"
 TRANSPORTS: Final = ("shm", "inline")
-POOL_NBYTES: Final = 2**30
-"""The pool of every server that is compared; its size is in the registration's answer."""
 REAL_SILENCE: Final = 1.0
 """Seconds after which a real server on a quiet machine will not answer any more."""
 
@@ -51,14 +50,22 @@ def read(path: Path) -> dict[str, list[str]]:
     return scenarios
 
 
-def record(release: str, transport: str) -> None:
-    """Runs the scenarios on a real server."""
+def run_on_real_server(release: str, transport: str, stage: Stage) -> dict[str, list[str]]:
+    """The lines of a stage on a real server."""
     from tests.integration.servers import RealServer
 
     kind: Literal["shm", "inline"] = "shm" if transport == "shm" else "inline"
-    with RealServer(release, transport=kind, chunk_size=CHUNK) as server, RawClient(server.url, release) as client:
+    server = RealServer(release, transport=kind, chunk_size=CHUNK, extra_args=stage.real)
+    with server, RawClient(server.url, release) as client:
         client.patience = REAL_SILENCE
-        lines = run_all(lambda: Script(client, server.http_url, server.segment))
+        return run_stage(stage, lambda: Script(client, server.http_url, server.segment, time.sleep))
+
+
+def record(release: str, transport: str) -> None:
+    """Runs every stage on real servers and writes the trace."""
+    lines = {}
+    for stage in STAGES:
+        lines.update(run_on_real_server(release, transport, stage))
     write(trace_file(release, transport), lines)
 
 

@@ -49,7 +49,10 @@ def test_as_make_demo_runs_it() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "inline"])
-@pytest.mark.parametrize("release", list(DIALECTS))
+@pytest.mark.parametrize(
+    "release",
+    [pytest.param(release, marks=pytest.mark.slow) if release != "0.5.6" else release for release in DIALECTS],
+)
 def test_on_every_release(demo: ModuleType, release: str, transport: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--speak", release, "--transport", transport]) == 0
     said = capsys.readouterr()
@@ -65,7 +68,7 @@ def test_on_a_server_that_it_did_not_start(demo: ModuleType, capsys: pytest.Capt
         told = ["--url", server.url, "--http-url", server.http_url, "--model", "someone's"]
         assert demo.main(told) == 0
         assert demo.main([*told, "--transport", "inline"]) == 0
-        assert "[1, 3, 204, 24]" in capsys.readouterr().out
+        assert "[1, 3, 137, 24]" in capsys.readouterr().out
         assert demo.main([*told[:-1], "nobody's"]) == 2
         assert "NotRegisteredError" in capsys.readouterr().err
 

@@ -18,6 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,7 +135,14 @@ def register_all(connection: EngineClient, specs: list[Spec]) -> dict[str, Worke
             next_id += 1
             if rank == 0:
                 first_ranks[spec.model] = worker
+    forget_segment_names()
     return first_ranks
+
+
+def forget_segment_names() -> None:
+    """Unlink the shared memory of the caches: the server has mapped it, a name would only be left behind."""
+    for segment in Path("/dev/shm").glob(f"lmcache_kv_{os.getpid()}_*"):
+        segment.unlink()
 
 
 # A worker that is collected takes its shared memory away from the server.

@@ -28,7 +28,8 @@ Transport: TypeAlias = Literal["shm", "inline"]
 Layout: TypeAlias = Literal["HND", "NHD", "FLASH", "MLA", "FUSED"]
 
 HERE: Final = Path(__file__).resolve().parent
-START_TIMEOUT: Final = 90.0
+# Ten times what a quiet machine needs.
+START_TIMEOUT: Final = 120.0
 ENGINE_TIMEOUT: Final = 90.0
 HTTP_TIMEOUT: Final = 10.0
 # Named after the test process, so that a killed run's segments can be told from a living one's.
@@ -324,9 +325,10 @@ class Engine:
         return answer
 
     def stop(self) -> None:
-        """End its process and remove its caches. The server keeps the registrations until its grace ends."""
+        """End its process. The server keeps the registrations until its grace ends."""
         if self._child is not None:
             self._child.stop()
+            # An engine that registered has unlinked its caches; one that was stopped before that has not.
             for segment in Path("/dev/shm").glob(f"lmcache_kv_{self._child.pid}_*"):
                 segment.unlink(missing_ok=True)
 

@@ -132,6 +132,7 @@ def test_server_and_engine_leave_nothing(interop_env: None, tmp_path: Path) -> N
         with Engine(server, {"staying": EngineShape()}) as staying:
             pids.append(staying.pid)
             assert is_alive(staying.pid)
+            assert list(Path("/dev/shm").glob(f"lmcache_kv_{staying.pid}_*")) == []
             with Engine(server, {"gone": EngineShape(num_layers=2)}, once=True) as gone:
                 pids.append(gone.pid)
                 assert not is_alive(gone.pid)

@@ -15,7 +15,6 @@ import attrs
 
 from lmcache_sdk.devserver.behaviours import Behaviour
 from lmcache_sdk.devserver.engines import PlayedEngine
-from lmcache_sdk.devserver.hashing import whole_chunk_hashes
 from lmcache_sdk.devserver.objects import ObjectName, ObjectStore
 from lmcache_sdk.devserver.pool import Pool
 from lmcache_sdk.devserver.registry import Instance, InstanceTable, LayoutTable
@@ -98,10 +97,6 @@ class Core:
         if key.worker_id is None:
             raise RefusedError("a transfer needs a worker id")
         return object_names(key, hashes)
-
-    def names_of_tokens(self, key: IPCCacheServerKey, start: int = 0, end: int | None = None) -> list[ObjectName]:
-        """The objects of a range, by the key's own tokens; whole chunks only, chunk by chunk, in each all ranks."""
-        return object_names(key, whole_chunk_hashes(key.token_ids.big_endian(), self.chunk_size, start, end))
 
     # ---- instances ---------------------------------------------------------------------------------------------------
 

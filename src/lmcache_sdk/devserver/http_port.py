@@ -19,7 +19,7 @@ from lmcache_sdk.devserver.core import Core
 from lmcache_sdk.devserver.wire import JOIN_TIMEOUT, Gate
 from lmcache_sdk.values import override
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lmcache_sdk.devserver")
 
 MAX_BODY_NBYTES: Final = 2**20
 _PUBLIC: Final = ("/", "/healthcheck")
@@ -133,7 +133,7 @@ class HttpPort:
         self._port = int(self._server.server_address[1])
         self.url = f"http://{core.settings.host}:{self._port}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="devserver-http", daemon=True
+            target=self._server.serve_forever, args=(0.02,), name="devserver-http", daemon=True
         )
 
     def start(self) -> None:

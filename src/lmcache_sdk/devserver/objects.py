@@ -16,7 +16,7 @@ import torch
 
 from lmcache_sdk.devserver.clocks import Clock
 from lmcache_sdk.devserver.locks import ExpiringLock
-from lmcache_sdk.devserver.pool import Piece, Pool
+from lmcache_sdk.devserver.pool import PAGE, Piece, Pool
 from lmcache_sdk.values import override
 
 MAX_READERS: Final = 128
@@ -124,14 +124,6 @@ class ObjectStore:
             self._recency[name] = None
             self._recency.move_to_end(name)
 
-    def drop(self, names: Iterable[ObjectName]) -> None:
-        """Removes reservations that were never written."""
-        for name in names:
-            entry = self._staging.pop(name, None)
-            if entry is not None:
-                self._recency.pop(name, None)
-                self.pool.free(entry.piece)
-
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def lock_for_reading(self, names: Iterable[ObjectName], times: int) -> list[bool]:
@@ -223,7 +215,7 @@ class ObjectStore:
             write_locked=sum(entry.write_lock.held for entry in [*objects, *staged]),
             read_locked=sum(entry.read_lock.held for entry in objects),
             staged=len(staged),
-            staged_nbytes=sum(-(-entry.piece.nbytes // 4096) * 4096 for entry in staged),
+            staged_nbytes=sum(-(-entry.piece.nbytes // PAGE) * PAGE for entry in staged),
             read_locks=sum(entry.read_lock.count for entry in objects),
         )
 

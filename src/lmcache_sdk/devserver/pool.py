@@ -21,7 +21,7 @@ import torch
 from lmcache_sdk.errors import UsageError
 from lmcache_sdk.values import override
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lmcache_sdk.devserver")
 
 PAGE: Final = 4096
 NAME_PREFIX: Final = "lmcache_l1_pool_"

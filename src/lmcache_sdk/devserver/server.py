@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from lmcache_sdk.devserver import status
+from lmcache_sdk.devserver.clocks import Clock
 from lmcache_sdk.devserver.core import Core, Held
 from lmcache_sdk.devserver.engines import PlayedEngine
 from lmcache_sdk.devserver.http_port import HttpPort
-from lmcache_sdk.devserver.settings import Settings
+from lmcache_sdk.devserver.settings import DEFAULT_L1_NBYTES, Settings, TransferMode
 from lmcache_sdk.devserver.wire import JOIN_TIMEOUT, Gate, Intercept, MessagePort
 from lmcache_sdk.errors import UsageError
 from lmcache_sdk.values import override
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lmcache_sdk.devserver")
 
 SWEEP_INTERVAL: Final = 60.0
 """Seconds between two looks at the sessions' ages."""
@@ -33,15 +35,73 @@ _TICK: Final = 0.05
 
 
 class DevServer:
-    """An imitation of the LMCache multiprocess server, on CPU, in this process.
+    """An imitation of the LMCache multiprocess server, on CPU, in this process; a context manager.
 
     Args:
         models: engines that are played from the start.
-        settings: all other keywords, those of `Settings`.
+        speak: the release whose wire and behaviour it has.
+        host: where both ports are.
+        port: the message port; 0 takes a free one.
+        http_port: the HTTP port; 0 takes a free one.
+        shm_name: a name makes a shared-memory pool, "" an inline server, None what the release does by default.
+        chunk_size: tokens per chunk.
+        l1_size_bytes: size of the pool.
+        supported_transfer_mode: what the real server's flag of that name takes.
+        read_ttl: seconds after which read locks end.
+        write_ttl: seconds after which write reservations end.
+        session_ttl: seconds after which sessions end.
+        reap: patience, in seconds, with an instance that has pinged; 0 reaps nobody.
+        grace: patience with an instance that never pinged.
+        eviction_interval: seconds between two looks at how full the pool is.
+        eviction_watermark: how full it must be for somebody to go.
+        eviction_ratio: which part of the objects goes then.
+        api_key: guards HTTP (0.5.7).
+        clock: gives the time in seconds; tests give a `ManualClock`.
     """
 
-    def __init__(self, *, models: Iterable[PlayedEngine] = (), **settings: Any) -> None:
-        self.settings = Settings(**settings)
+    def __init__(
+        self,
+        *,
+        models: Iterable[PlayedEngine] = (),
+        speak: str = "0.5.6",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        http_port: int = 0,
+        shm_name: str | None = "",
+        chunk_size: int = 256,
+        l1_size_bytes: int = DEFAULT_L1_NBYTES,
+        supported_transfer_mode: TransferMode = "auto",
+        read_ttl: float = 300.0,
+        write_ttl: float = 600.0,
+        session_ttl: float = 600.0,
+        reap: float = 120.0,
+        grace: float = 3600.0,
+        eviction_interval: float = 0.25,
+        eviction_watermark: float = 0.8,
+        eviction_ratio: float = 0.2,
+        api_key: str | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.settings = Settings(
+            speak=speak,
+            host=host,
+            port=port,
+            http_port=http_port,
+            shm_name=shm_name,
+            chunk_size=chunk_size,
+            l1_size_bytes=l1_size_bytes,
+            supported_transfer_mode=supported_transfer_mode,
+            read_ttl=read_ttl,
+            write_ttl=write_ttl,
+            session_ttl=session_ttl,
+            reap=reap,
+            grace=grace,
+            eviction_interval=eviction_interval,
+            eviction_watermark=eviction_watermark,
+            eviction_ratio=eviction_ratio,
+            api_key=api_key,
+            clock=clock,
+        )
         self._models = tuple(models)
         self._gate = Gate()
         self._resources = ExitStack()
@@ -146,8 +206,7 @@ class DevServer:
 
     def pause(self) -> None:
         """Stops answering on both ports, as a stopped process does; requests are kept."""
-        self._gate.shut()
-        self._started[1].wake()
+        self._started[1].park()
 
     def resume(self) -> None:
         """Answers again, first what came meanwhile."""

@@ -30,25 +30,32 @@ def version(core: Core) -> str:
 
 def config(core: Core, host: str, port: int, http_port: int) -> JsonDocument:
     """/config, and /conf on 0.5.0."""
-    settings, dialect = core.settings, core.dialect
-    memory = {
-        "size_in_bytes": settings.l1_size_bytes,
-        "use_lazy": False,
-        "init_size_in_bytes": settings.l1_size_bytes,
-        "align_bytes": 4096,
-        "shm_name": core.pool.shm_name,
-        "devdax_path": None,
-        "devdax_size_in_bytes": 0,
+    settings = core.settings
+    return {
+        "mp": {"host": host, "port": port, **_mp_config(core)},
+        "storage_manager": {
+            "l1_manager_config": {
+                "memory_config": _memory_config(core),
+                "gds_l1_config": None,
+                "write_ttl_seconds": settings.write_ttl,
+                "read_ttl_seconds": settings.read_ttl,
+            },
+            "eviction_config": {
+                "eviction_policy": "LRU",
+                "trigger_watermark": settings.eviction_watermark,
+                "eviction_ratio": settings.eviction_ratio,
+            },
+            "l2_adapter_config": {"adapters": []},
+        },
+        "observability": {"enabled": False},
+        "http": {"http_host": host, "http_port": http_port},
+        "coordinator": {"url": ""},
     }
-    manager = {
-        "memory_config": memory,
-        "gds_l1_config": None,
-        "write_ttl_seconds": settings.write_ttl,
-        "read_ttl_seconds": settings.read_ttl,
-    }
-    mp: JsonDocument = {
-        "host": host,
-        "port": port,
+
+
+def _mp_config(core: Core) -> JsonDocument:
+    settings = core.settings
+    document: JsonDocument = {
         "chunk_size": settings.chunk_size,
         "max_workers": 1,
         "max_gpu_workers": 1,
@@ -61,24 +68,22 @@ def config(core: Core, host: str, port: int, http_port: int) -> JsonDocument:
         "worker_reap_timeout_seconds": settings.reap,
         "worker_registration_grace_seconds": settings.grace,
     }
-    if dialect.readers_required:
-        mp["transport"] = "zmq"
-    if dialect.free_needs_live_session:
-        mp["session_ttl_seconds"] = settings.session_ttl
+    if core.dialect.readers_required:
+        document["transport"] = "zmq"
+    if core.dialect.free_needs_live_session:
+        document["session_ttl_seconds"] = settings.session_ttl
+    return document
+
+
+def _memory_config(core: Core) -> JsonDocument:
     return {
-        "mp": mp,
-        "storage_manager": {
-            "l1_manager_config": manager,
-            "eviction_config": {
-                "eviction_policy": "LRU",
-                "trigger_watermark": settings.eviction_watermark,
-                "eviction_ratio": settings.eviction_ratio,
-            },
-            "l2_adapter_config": {"adapters": []},
-        },
-        "observability": {"enabled": False},
-        "http": {"http_host": host, "http_port": http_port},
-        "coordinator": {"url": ""},
+        "size_in_bytes": core.pool.size,
+        "use_lazy": False,
+        "init_size_in_bytes": core.pool.size,
+        "align_bytes": 4096,
+        "shm_name": core.pool.shm_name,
+        "devdax_path": None,
+        "devdax_size_in_bytes": 0,
     }
 
 

@@ -28,7 +28,7 @@ from lmcache_sdk.devserver.sessions import RefusedError
 from lmcache_sdk.errors import KVCacheSDKError, RemoteProtocolError
 from lmcache_sdk.protocol import Buffer, ReceivedRequest, Request, decode_request, encode_reply, find_rule
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lmcache_sdk.devserver")
 
 JOIN_TIMEOUT: Final = 10.0
 _SMALL: Final = 2**16
@@ -91,6 +91,7 @@ class MessagePort:
         self._gate = gate
         self._operations = Operations(core)
         self._stopping = threading.Event()
+        self._parked = threading.Event()
         self._outbox: deque[list[Buffer]] = deque()
         self._inboxes: dict[Lane, queue.SimpleQueue[Incoming | None]] = {
             lane: queue.SimpleQueue() for lane in (Lane.NORMAL, Lane.AFFINITY)
@@ -147,6 +148,13 @@ class MessagePort:
         with self._counting:
             self.counters[name] += 1
 
+    def park(self) -> None:
+        """Returns once the loop has seen that the gate is shut; it takes and sends nothing until that opens."""
+        self._parked.clear()
+        self._gate.shut()
+        self.wake()
+        self._parked.wait(JOIN_TIMEOUT)
+
     def wake(self) -> None:
         """Makes the loop look at its outbox and at the gate."""
         os.eventfd_write(self._bell, 1)
@@ -159,6 +167,8 @@ class MessagePort:
         poller.register(self._socket, zmq.POLLIN)
         while not self._stopping.is_set():
             listening = self._gate.is_open and not self.dead
+            if not self._gate.is_open:
+                self._parked.set()
             poller.modify(self._socket, zmq.POLLIN if listening else 0)
             ready = dict(poller.poll())
             if self._bell in ready:
@@ -172,7 +182,7 @@ class MessagePort:
 
     def _receive_all(self) -> None:
         try:
-            while True:
+            while self._gate.is_open:
                 self._take(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
         except zmq.Again:
             return
@@ -216,7 +226,7 @@ class MessagePort:
 
     def _send(self, frames: list[Buffer]) -> None:
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < _SMALL)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.ZMQError as error:
             _log.debug("reply not sent: %s", error)
 

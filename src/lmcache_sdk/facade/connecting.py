@@ -8,11 +8,20 @@ is known.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Final
 
 import attrs
 
-from lmcache_sdk.errors import KVCacheSDKError, LayoutError, NotRegisteredError, UnsupportedError, UsageError
+from lmcache_sdk.errors import (
+    DeadlineExceededError,
+    Fate,
+    KVCacheSDKError,
+    LayoutError,
+    NotRegisteredError,
+    UnsupportedError,
+    UsageError,
+)
 from lmcache_sdk.facade.canary import CANARY_LAYOUT, prove
 from lmcache_sdk.facade.transfer import Endpoint
 from lmcache_sdk.layout import KVLayout, check_uncompressed, dtype_name, layout_from_document
@@ -24,6 +33,7 @@ from lmcache_sdk.protocol import (
     registered_models,
 )
 from lmcache_sdk.session import (
+    HANDSHAKE_STEP,
     Addresses,
     Deadline,
     HttpProbe,
@@ -34,6 +44,7 @@ from lmcache_sdk.session import (
     discover,
     private_model_name,
 )
+from lmcache_sdk.values import InstanceId
 
 TRANSPORTS: Final = ("shm", "inline")
 
@@ -74,8 +85,10 @@ class Connection:
     probe: HttpProbe
 
 
-def open_connection(arguments: ConnectArguments, deadline: Deadline) -> Connection:
-    """Does the handshake; raises one of the errors of `kvcache.connect`."""
+def open_connection(
+    arguments: ConnectArguments, deadline: Deadline, opening: Callable[[Session], None] | None = None
+) -> Connection:
+    """Does the handshake; raises one of the errors of `kvcache.connect`. `opening` is told the session that is made."""
     facts = discover(arguments.addresses, arguments.api_key, arguments.dialect, deadline)
     model = _model_facts(facts, arguments)
     session = Session(arguments.addresses, facts.dialect)
@@ -83,7 +96,12 @@ def open_connection(arguments: ConnectArguments, deadline: Deadline) -> Connecti
     session.grace = facts.config.mp.worker_registration_grace_seconds
     with contextlib.ExitStack() as stack:
         stack.callback(session.close)
-        endpoint = _open_session(session, facts, model, arguments, deadline)
+        if opening is not None:
+            opening(session)
+        try:
+            endpoint = _open_session(session, facts, model, arguments, deadline)
+        except DeadlineExceededError as error:
+            raise explained(error, probe, None) from error
         session.probe = probe
         stack.pop_all()
     return Connection(endpoint, facts, model, probe)
@@ -107,6 +125,13 @@ def _open_session(
         prove(attrs.evolve(endpoint, identity=Identity(canary_name, 1, canary_id, facts.chunk_size)), deadline)
         session.unregister(canary_id, deadline)
     return endpoint
+
+
+def explained(error: DeadlineExceededError, probe: HttpProbe, instance_id: InstanceId | None) -> DeadlineExceededError:
+    """A timeout with its likely cause, unless it was a wait for another call of ours."""
+    if error.fate is Fate.NOT_SENT and HANDSHAKE_STEP not in error.step:
+        return error
+    return DeadlineExceededError(f"{error} ({probe.why_silent(instance_id)})", step=error.step, fate=error.fate)
 
 
 def with_layout(connection: Connection, layout: KVLayout, deadline: Deadline) -> Connection:

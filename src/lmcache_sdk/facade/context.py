@@ -77,7 +77,7 @@ class LMCacheKVCacheContext:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._now.endpoint.session.closed
+        return self._link.closed
 
     # ---- calls
     # --------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class LMCacheKVCacheContext:
         Tensors that were retrieved stay valid.
         """
         self._finalizer.detach()
-        self._now.endpoint.session.close()
+        self._link.close()
 
     def __enter__(self) -> LMCacheKVCacheContext:
         return self
@@ -220,7 +220,7 @@ class LMCacheKVCacheContext:
 
     def _begin(self, tokens: TokenSequence, cache_salt: str) -> tuple[Deadline, TokenIds, str]:
         deadline = Deadline.after(self._timeout)
-        self._now.endpoint.session.check_open()
+        self._link.check_open()
         return deadline, checked_tokens(tokens), checked_salt(cache_salt)
 
     def _whole(self, ids: TokenIds) -> TokenIds:

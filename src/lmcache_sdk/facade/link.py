@@ -20,10 +20,11 @@ from lmcache_sdk.errors import (
     KVCacheSDKError,
     LayoutChangedError,
     NotRegisteredError,
+    SessionClosedError,
 )
-from lmcache_sdk.facade.connecting import ConnectArguments, Connection, open_connection, with_layout
+from lmcache_sdk.facade.connecting import ConnectArguments, Connection, explained, open_connection, with_layout
 from lmcache_sdk.protocol import registered_models
-from lmcache_sdk.session import Deadline, Renewable
+from lmcache_sdk.session import Deadline, Renewable, Session
 
 R = TypeVar("R")
 _log = logging.getLogger("lmcache_sdk.facade")
@@ -35,6 +36,23 @@ class Link:
     def __init__(self, arguments: ConnectArguments, connection: Connection) -> None:
         self._arguments = arguments
         self._connection = Renewable(connection)
+        self._opening: Session | None = None
+        self.closed: bool = False
+        """Whether the caller closed the context; nothing is connected again after that."""
+
+    def close(self) -> None:
+        """Closes the connection, and one that is being made."""
+        self.closed = True
+        opening = self._opening
+        if opening is not None:
+            opening.close()
+        self.current.endpoint.session.close()
+
+    def check_open(self) -> None:
+        """Raises SessionClosedError when the context is closed or belongs to another process."""
+        if self.closed:
+            raise SessionClosedError("this context is closed; call connect() for a new one")
+        self.current.endpoint.session.check_process()
 
     @property
     def current(self) -> Connection:
@@ -53,7 +71,8 @@ class Link:
         except BaseException as error:
             _log.debug("%s failed: %s", step, type(error).__name__)
             if isinstance(error, DeadlineExceededError):
-                raise _explained(error, self.current) from error
+                connection = self.current
+                raise explained(error, connection.probe, connection.endpoint.identity.instance_id) from error
             raise
         _log.debug("%s complete", step)
         return answer
@@ -69,24 +88,35 @@ class Link:
                 raise
             return body(fresh)
 
+    def _note_opening(self, session: Session) -> None:
+        self._opening = session
+        self.check_open()
+
     def _connect_again(self, bad: Connection, step: str, deadline: Deadline, cause: ConnectionLostError) -> Connection:
         def make(old: Connection) -> Connection:
-            old.endpoint.session.check_open()
-            fresh = open_connection(self._arguments, deadline)
+            self.check_open()
             try:
+                fresh = open_connection(self._arguments, deadline, self._note_opening)
+            finally:
+                self._opening = None
+            try:
+                self.check_open()  # close() may have come in between, and did not know the new session yet
                 _check_same(old, fresh)
                 if fresh.model.layout is None and old.model.layout is not None:  # learned from an object before
                     fresh = with_layout(fresh, old.model.layout, deadline)
             except BaseException:
                 fresh.endpoint.session.close()
                 raise
-            old.endpoint.session.close()
+            old.endpoint.session.retire()
             return fresh
 
         try:
-            return self._connection.renew(bad, make, deadline, step)
+            fresh = self._connection.renew(bad, make, deadline, step)
+            if self.closed:
+                fresh.endpoint.session.close()
+            return fresh
         except KVCacheSDKError as error:
-            if isinstance(error, (LayoutChangedError, NotRegisteredError)):
+            if isinstance(error, (LayoutChangedError, NotRegisteredError, SessionClosedError)):
                 raise
             raise ConnectionLostError(f"{cause}; connecting again failed: {error}", fate=cause.fate) from error
 
@@ -130,10 +160,3 @@ def _check_same(old: Connection, fresh: Connection) -> None:
 def _published(connection: Connection) -> str:
     layout = connection.model.published
     return "not published" if layout is None else layout.describe()
-
-
-def _explained(error: DeadlineExceededError, connection: Connection) -> DeadlineExceededError:
-    if error.fate is Fate.NOT_SENT:
-        return error
-    why = connection.probe.why_silent(connection.endpoint.identity.instance_id)
-    return DeadlineExceededError(f"{error} ({why})", step=error.step, fate=error.fate)

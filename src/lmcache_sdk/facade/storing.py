@@ -60,7 +60,8 @@ def store_chunks(endpoint: Endpoint, job: StoreJob, deadline: Deadline) -> Store
     inline = endpoint.pool is None
     progress = _Progress(len(job.tokens) // endpoint.identity.chunk_size)
     if inline or job.refuse_cached:
-        progress.found_first = lookup_chunks(endpoint, job.tokens, job.cache_salt, deadline)
+        # exclusive: what an earlier store of these tokens still owes must be in the cache before it is counted
+        progress.found_first = _lookup(endpoint, job, deadline, exclusive=True)
         if job.refuse_cached and progress.found_first:
             raise _already_cached(range(progress.found_first), "nothing was written")
     nbytes = progress.total * job.layout.chunk_nbytes(endpoint.identity.chunk_size)
@@ -70,12 +71,16 @@ def store_chunks(endpoint: Endpoint, job: StoreJob, deadline: Deadline) -> Store
     patience = deadline.capped(_EVICTION_SECONDS if fits else 0.0)
     _write(endpoint, job, progress.found_first, deadline, progress)
     while inline or crowded or len(progress.written) < progress.total or progress.found is not None:
-        progress.found = lookup_chunks(endpoint, job.tokens, job.cache_salt, deadline)
+        progress.found = _lookup(endpoint, job, deadline)
         if progress.complete or patience.passed:
             break
         endpoint.session.pause(_EVICTION_PAUSE)
         _write(endpoint, job, progress.found, deadline, progress)
     return _verdict(endpoint, job, progress, nbytes)
+
+
+def _lookup(endpoint: Endpoint, job: StoreJob, deadline: Deadline, *, exclusive: bool = False) -> int:
+    return lookup_chunks(endpoint, job.tokens, job.cache_salt, deadline, step="store", exclusive=exclusive)
 
 
 def _write(endpoint: Endpoint, job: StoreJob, first: int, deadline: Deadline, progress: _Progress) -> None:

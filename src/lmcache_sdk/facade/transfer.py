@@ -32,7 +32,7 @@ from lmcache_sdk.protocol import PayloadForm, PreparedRetrieve, PreparedStore, S
 from lmcache_sdk.session import Deadline, Identity, Operation, ReadLease, Reservation, Session
 from lmcache_sdk.values import TokenIds
 
-_INLINE_BATCH: Final = 128 * 2**20
+_INLINE_BATCH: Final = 64 * 2**20
 """Bytes of one inline message: bounds what both sides hold twice."""
 _STORE_BATCH: Final = 64 * 2**20
 """Bytes of slots reserved at once: what a crash in mid-store can block for the write TTL."""
@@ -61,11 +61,20 @@ class Endpoint:
 
 
 def lookup_chunks(
-    endpoint: Endpoint, tokens: TokenIds, cache_salt: str, deadline: Deadline, *, step: str = "lookup"
+    endpoint: Endpoint,
+    tokens: TokenIds,
+    cache_salt: str,
+    deadline: Deadline,
+    *,
+    step: str = "lookup",
+    exclusive: bool = False,
 ) -> int:
-    """How many leading chunks of whole-chunk `tokens` are cached; leaves no lock behind."""
+    """How many leading chunks of whole-chunk `tokens` are cached; leaves no lock behind.
+
+    `exclusive` waits for other calls on the same tokens, and for what earlier ones still owe.
+    """
     with endpoint.session.operation(
-        step, endpoint.identity, tokens, cache_salt, deadline, exclusive=False
+        step, endpoint.identity, tokens, cache_salt, deadline, exclusive=exclusive
     ) as operation:
         return ReadLease(operation, endpoint.read_ttl, shm=endpoint.pool is not None).acquire()
 

@@ -269,11 +269,9 @@ def _show(value: object) -> str:
     """A scalar as text, cut; of what may be large or deep only the type."""
     if isinstance(value, (str, bytes)):
         return repr(value[:_MAX_SHOWN]) + ("…" if len(value) > _MAX_SHOWN else "")
-    if (
-        value is None
-        or isinstance(value, (bool, float))
-        or (isinstance(value, int) and value.bit_length() <= _MAX_SHOWN)
-    ):
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, (list, dict)) else type(value).__name__
 

@@ -11,8 +11,10 @@ from lmcache_sdk.session.renewal import Renewable
 from lmcache_sdk.session.reservations import Reservation, SlotWriter
 from lmcache_sdk.session.session import Session
 from lmcache_sdk.session.shared_memory import SharedPool, unproven
+from lmcache_sdk.session.zmq_transport import HANDSHAKE_STEP
 
 __all__ = [
+    "HANDSHAKE_STEP",
     "Addresses",
     "Deadline",
     "HttpProbe",

@@ -13,12 +13,14 @@ import select
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from typing import Final
 
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3 import HTTPConnectionPool  # requests' own; its connection class is the only door to the socket
 from urllib3.connection import HTTPConnection
+from urllib3.exceptions import HTTPError
 
 from lmcache_sdk.errors import (
     ConnectError,
@@ -87,8 +89,13 @@ class _ListeningConnection(HTTPConnection):
         poller = select.poll()
         poller.register(made, select.POLLIN)
         if poller.poll(min(listen, deadline.remaining_ms())):
-            spoke = made.recv(1, socket.MSG_PEEK)
-            made.close()
+            try:
+                spoke = made.recv(1, socket.MSG_PEEK)
+            except OSError as error:
+                # not a ConnectionResetError: urllib3 swallows that one and goes on without a socket
+                raise ConnectionAbortedError("the peer reset the connection while it was listened to") from error
+            finally:
+                made.close()
             if spoke:
                 raise _SpokeFirstError(spoke)
             raise ConnectionResetError("the peer closed the connection at once")
@@ -148,7 +155,7 @@ class HttpConversation:
                 url, stream=True, timeout=self._deadline.remaining(), allow_redirects=False
             ) as response:
                 body = self._read(response, url)
-        except (requests.RequestException, OSError, _SpokeFirstError) as error:
+        except (requests.RequestException, HTTPError, HTTPException, OSError, _SpokeFirstError) as error:
             raise self._translate(error, url, step) from error
         if response.status_code != 200:
             raise _status_error(url, response.status_code, body)

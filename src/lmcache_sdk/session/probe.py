@@ -99,7 +99,7 @@ class HttpProbe:
         except KVCacheSDKError:
             return False
 
-    def why_silent(self, instance_id: InstanceId) -> str:
+    def why_silent(self, instance_id: InstanceId | None) -> str:
         """The likely cause of a request that was not answered, for the message of an error."""
         try:
             status = self.status(Deadline.after(_HINT_SECONDS))
@@ -110,6 +110,6 @@ class HttpProbe:
         known = status.registered_non_cuda_instance_ids
         if known is None:
             return "it does not serve clients that move tensors themselves any more: was it restarted in another mode?"
-        if instance_id not in known:
+        if instance_id is not None and instance_id not in known:
             return "it no longer knows this instance: it was restarted, or the instance was idle for too long"
         return "its HTTP port answers: its message thread may be busy, or dead while the server still looks healthy"

@@ -64,6 +64,7 @@ class Session:
         self._tainted = False
         """Slots of ours may be reserved and can no longer be completed: UNREGISTER would publish them."""
         self._last_transfer = boot_time()
+        self._retired = False
         self._released = False
 
     def _connect(self, deadline: Deadline, step: str) -> Channel:
@@ -172,6 +173,10 @@ class Session:
             self._active += 1
         try:
             yield
+        except SessionClosedError as error:
+            if self._retired:
+                raise _replaced(error.fate) from error
+            raise
         finally:
             with self._changed:
                 self._active -= 1
@@ -188,14 +193,22 @@ class Session:
                 self.check_open()
                 self._changed.wait(deadline.remaining())
 
-    def check_open(self) -> None:
-        """Raises SessionClosedError when it is closed or belongs to another process."""
+    def check_process(self) -> None:
+        """Raises SessionClosedError in another process than the one that opened it."""
         if os.getpid() != self._pid:
             raise SessionClosedError(
                 f"this context belongs to process {self._pid}, and this is its forked child {os.getpid()}: a "
                 "connection cannot be shared across a fork; call connect() in the child"
             )
+
+    def check_open(self) -> None:
+        """Raises SessionClosedError when it is closed or belongs to another process, ConnectionLostError when it was
+        retired.
+        """
+        self.check_process()
         if self._machine.state in (SessionState.CLOSING, SessionState.CLOSED):
+            if self._retired:
+                raise _replaced(Fate.NOT_SENT)
             raise SessionClosedError("this context is closed; call connect() for a new one")
 
     @property
@@ -204,6 +217,11 @@ class Session:
         return self._machine.state in (SessionState.CLOSING, SessionState.CLOSED)
 
     # ---- closing ----------------------------------------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """Closes it because another session takes its place: to the calls in it that is a loss, not a close."""
+        self._retired = True
+        self.close()
 
     def close(self) -> None:
         """Gives everything back; see the module. In a forked child it only forgets."""
@@ -277,3 +295,7 @@ class Session:
     @override
     def __repr__(self) -> str:
         return f"<Session {self.addresses.url} {self._machine.state.name} {self._active} active>"
+
+
+def _replaced(fate: Fate) -> ConnectionLostError:
+    return ConnectionLostError("the connection was lost, and another call has made a new one", fate=fate)

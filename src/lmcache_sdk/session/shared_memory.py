@@ -85,9 +85,7 @@ def _map(fd: int, size: int, name: str) -> mmap.mmap:
     try:
         return mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError, OverflowError) as error:
-        raise ConnectError(
-            f"the server's pool /dev/shm/{name} of {size} bytes cannot be mapped here: {error}"
-        ) from error
+        raise ConnectError(f"the server's pool /dev/shm/{name} of {size} bytes cannot be mapped: {error}") from error
 
 
 def _open(name: str) -> int:

@@ -30,6 +30,7 @@ from lmcache_sdk.values import override
 _Socket = zmq.Socket[bytes]
 ZmqContext = zmq.Context[_Socket]
 
+HANDSHAKE_STEP: Final = "ZMTP handshake with"
 _COPY_BELOW: Final = 65_536
 """Frames up to this many bytes are copied out of zmq's message; a view of a larger one is worth its bookkeeping."""
 
@@ -81,16 +82,20 @@ class ZmqTransport:
                 ):
                     self._socket.setsockopt(option, value)
                 self._monitor = self._socket.get_monitor_socket()
-                self._socket.connect(url)
-            except zmq.ZMQError:
+            except BaseException:
                 self._socket.close(linger=0)
+                raise
+            try:
+                self._socket.connect(url)
+            except BaseException:
+                self.close()
                 raise
 
     def await_handshake(self, deadline: Deadline, step: str, *, interruptible: bool) -> None:
         """Returns once the peer has greeted; raises ConnectError when it refuses or is something else."""
         while True:
             if self._poll(deadline, (self._monitor,), interruptible=interruptible) == []:
-                raise deadline.exceeded(f"{step}: ZMTP handshake with {self._url}", Fate.NOT_SENT)
+                raise deadline.exceeded(f"{step}: {HANDSHAKE_STEP} {self._url}", Fate.NOT_SENT)
             event = self._next_event()
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 return
@@ -98,11 +103,13 @@ class ZmqTransport:
                 raise ConnectError(f"{step}: cannot connect to the ZMQ url {self._url}: {_REFUSED[event]}")
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        """Queues one message; large frames are not copied and must stay unchanged until they are out."""
+        """Queues one message. Frames are copied: sending without a copy makes pyzmq keep a thread and four descriptors
+        for the whole process, for ever.
+        """
         if self._lost is not None:
             raise ConnectionLostError(f"{self._url}: {self._lost}", fate=Fate.NOT_SENT)
         with _translated(self._url, ConnectionLostError, Fate.UNKNOWN):
-            self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
 
     def receive(self, deadline: Deadline, *, interruptible: bool = True) -> list[Buffer] | None:
         """The next message, or None when the deadline passed; see `Transport.receive`."""

@@ -1,0 +1,1 @@
+"""Faults on real servers, row by row; run by `make faults`."""

@@ -1,0 +1,1 @@
+"""Client processes that the fault tests stop, kill and interrupt."""

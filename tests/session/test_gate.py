@@ -1,0 +1,109 @@
+"""One call at a time per key, whose waiting ends by its deadline or by a close."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from lmcache_sdk.errors import DeadlineExceededError, Fate, SessionClosedError
+from lmcache_sdk.session import Deadline
+from lmcache_sdk.session.gate import KeyGate
+
+
+def made_gate(check: Callable[[], None] = lambda: None) -> tuple[KeyGate, threading.Condition]:
+    condition = threading.Condition()
+    return KeyGate(condition, check), condition
+
+
+@contextmanager
+def running(*targets: Callable[[], object]) -> Iterator[list[threading.Thread]]:
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
+        thread.start()
+    yield threads
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_another_key_passes() -> None:
+    gate, _ = made_gate()
+    with gate.hold("a", Deadline.after(1), "x"), gate.hold("b", Deadline.after(1), "x"):
+        pass
+
+
+def test_the_same_key_passes_afterwards_also_after_an_error() -> None:
+    gate, _ = made_gate()
+    with pytest.raises(KeyError), gate.hold("a", Deadline.after(1), "x"):
+        raise KeyError
+    with gate.hold("a", Deadline.after(0.0), "x"):
+        pass
+
+
+def test_waiting_ends_at_the_deadline_and_nothing_was_sent() -> None:
+    gate, _ = made_gate()
+    with gate.hold("a", Deadline.after(1), "x"):
+        with pytest.raises(DeadlineExceededError) as caught, gate.hold("a", Deadline.after(0.02), "store"):
+            pytest.fail("two at a time")
+        assert caught.value.fate is Fate.NOT_SENT
+        assert caught.value.step.startswith("store: ")
+
+
+def test_a_waiter_that_gave_up_leaves_the_key_to_others() -> None:
+    gate, _ = made_gate()
+    late = pytest.raises(DeadlineExceededError)
+    with gate.hold("a", Deadline.after(1), "x"), late, gate.hold("a", Deadline.after(0.01), "x"):
+        pass
+    with gate.hold("a", Deadline.after(0.0), "x"):
+        pass
+
+
+def test_never_two_at_a_time_and_everybody_gets_a_turn() -> None:
+    gate, _ = made_gate()
+    inside: list[int] = []
+    most: list[int] = []
+
+    def enter() -> None:
+        for _ in range(25):
+            with gate.hold("a", Deadline.after(10), "x"):
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0)
+                inside.pop()
+
+    with running(*[enter] * 8):
+        pass
+    assert len(most) == 200 and max(most) == 1
+
+
+def test_a_close_ends_the_waiting() -> None:
+    closed = threading.Event()
+
+    def check() -> None:
+        if closed.is_set():
+            raise SessionClosedError("closed")
+
+    gate, condition = made_gate(check)
+    caught: list[BaseException] = []
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        try:
+            with gate.hold("a", Deadline.after(10), "x"):
+                pass
+        except SessionClosedError as error:
+            caught.append(error)
+
+    with gate.hold("a", Deadline.after(1), "x"), running(wait) as [thread]:
+        waiting.wait(5)
+        while thread.is_alive():  # it may not wait yet: notified until it does
+            with condition:
+                closed.set()
+                condition.notify_all()
+            thread.join(0.01)
+    assert len(caught) == 1
