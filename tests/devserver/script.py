@@ -12,7 +12,8 @@ import json
 import mmap
 import os
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,6 +117,7 @@ class Script:
         self._http_url = http_url
         self._pool = self._map(shm_name) if shm_name else None
         self._numbers = self._look()
+        self._watching = True
 
     def _map(self, shm_name: str) -> mmap.mmap:
         descriptor = os.open(Path("/dev/shm", shm_name), os.O_RDWR)
@@ -140,11 +142,18 @@ class Script:
             said = spell(reply)
         except Silent:
             reply, said = None, "no reply"
-        now = self._look()
+        now = self._look() if self._watching else self._numbers
         changes = [f"{name}{now[name] - before:+}" for name, before in self._numbers.items() if now[name] != before]
         self._numbers = now
         self.lines.append(" ".join([f"{what}: {said}", *(["|", *changes] if changes else [])]))
         return reply
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """The numbers are not looked at: something in the background changes them when it likes."""
+        self._watching = False
+        yield
+        self._watching = True
 
     # ---- what clients do, step by step -------------------------------------------------------------------------------
 

@@ -38,7 +38,8 @@ class Block:
 
 def pages() -> list[Path]:
     """Every page that users read."""
-    return [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", *_docs()]
+    others = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "docs/reference/README.md")
+    return [README, *(ROOT / name for name in others), *_docs()]
 
 
 def _docs() -> list[Path]:

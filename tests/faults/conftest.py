@@ -32,7 +32,7 @@ BOTH: Final = [("0.5.6", transport) for transport in TRANSPORTS]
 EVERYWHERE: Final = [(release, transport) for release in ("0.5.6", "0.5.0", "0.5.7rc2") for transport in TRANSPORTS]
 SHM_EVERYWHERE: Final = [place for place in EVERYWHERE if place[1] == "shm"]
 
-WHERE: Final = ("shared_world", "hasty_world", "place")
+WHERE: Final = ("shared_world", "own_world", "hasty_world", "place")
 """Parameters that say on which server of which transport a test runs."""
 
 _FAULT: Final = pytest.StashKey[Fault]()
@@ -43,6 +43,7 @@ _BEGAN: Final = pytest.StashKey[float]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "faults: faults on real servers; only `make faults` runs it")
+    config.addinivalue_line("markers", "leaves(what): something stays on the server, which the test itself judges")
     config.addinivalue_line("markers", "row(*numbers): the faults of rows.py that a test shows")
     config.stash[_REPORT] = Report()
     config.stash[_BEGAN] = time.monotonic()
@@ -67,8 +68,9 @@ def _place(place: tuple[str, str]) -> str:
     return "-".join(place)
 
 
-at_both = pytest.mark.parametrize("place", BOTH, ids=_place)
 everywhere = pytest.mark.parametrize("shared_world", EVERYWHERE, ids=_place, indirect=True, scope="session")
+own_at_both = pytest.mark.parametrize("own_world", BOTH, ids=_place, indirect=True, scope="module")
+own_everywhere = pytest.mark.parametrize("own_world", EVERYWHERE, ids=_place, indirect=True, scope="module")
 shm_everywhere = pytest.mark.parametrize("shared_world", SHM_EVERYWHERE, ids=_place, indirect=True, scope="session")
 
 
@@ -95,7 +97,7 @@ def real_servers() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def pyzmq_collector() -> None:
-    """pyzmq's own thread, one for each process from the first large frame on, is there before anything is compared."""
+    """The thread that pyzmq makes in each process for its first large frame is there before anything is compared."""
     zmq.Frame(bytes(2**20), copy=False, copy_threshold=0)
 
 
@@ -126,14 +128,34 @@ def shared_world(
 
 
 @pytest.fixture
-def here(shared_world: World) -> Iterator[World]:
+def here(request: pytest.FixtureRequest, shared_world: World) -> Iterator[World]:
     """The shared world, empty; after the test the proof that nothing was left on its server."""
     shared_world.server.clear()
     before = shared_world.server.held()
     shared_world.contexts = contextlib.ExitStack()
     yield shared_world
     shared_world.contexts.close()
-    shared_world.settled(before)
+    if not request.node.get_closest_marker("leaves"):
+        shared_world.settled(before)
+
+
+@pytest.fixture(scope="module")
+def own_world(request: pytest.FixtureRequest, real_servers: None) -> Iterator[World]:
+    """A server that the tests of a module may kill."""
+    release, transport = request.param
+    with world(release, transport, *SMALL_POOL) as made:
+        yield made
+
+
+@pytest.fixture
+def own(own_world: World) -> Iterator[World]:
+    """The same, alive, with its first chunk size and layout, empty."""
+    if own_world.killed:
+        own_world.restart()
+    own_world.server.clear()
+    own_world.contexts = contextlib.ExitStack()
+    yield own_world
+    own_world.contexts.close()
 
 
 # ---- the verdicts ----------------------------------------------------------------------------------------------------

@@ -84,16 +84,19 @@ class Fault:
     ) -> E:
         """The error of a call that must fail so, within so many seconds, saying this."""
         began = time.monotonic()
+        value: object = None
+        came: BaseException | None = None
         try:
             value = call()
         except BaseException as error:  # noqa: BLE001  # whatever came is judged below
-            took = time.monotonic() - began
-            assert isinstance(error, kind), f"{type(error).__name__} instead of {_names(kind)}: {error}"
-            assert took <= within, f"{type(error).__name__} after {took:.2f} s, later than {within:g} s"
-            assert says in str(error), f"{says!r} is not in the message: {error}"
-            self.saw(f"{type(error).__name__} after {took:.1f} s")
-            return error
-        raise AssertionError(f"no error but {_short(value)}, instead of {_names(kind)}")
+            came = error
+        took = time.monotonic() - began
+        assert came is not None, f"no error but {_short(value)}, instead of {_names(kind)}"
+        assert isinstance(came, kind), f"{type(came).__name__} instead of {_names(kind)}: {came}"
+        assert took <= within, f"{type(came).__name__} after {took:.2f} s, later than {within:g} s"
+        assert says in str(came), f"{says!r} is not in the message: {came}"
+        self.saw(f"{type(came).__name__} after {took:.1f} s")
+        return came
 
     def refused(self, call: Callable[[], object], *, says: str = "") -> KVCacheSDKError:
         """The error of a call whose arguments could not be meant: at once, of ours, and nothing was sent."""

@@ -1,4 +1,4 @@
-"""Rows 2 and 3: what a caller may pass by mistake. Nothing of it reaches the server, and a right call works after it."""
+"""Rows 2 and 3: what a caller may pass by mistake. Nothing of it reaches the server; a right call works after it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_other_geometry(fault: Fault, here: World, shape: str) -> None:
         "layers": kv[:, :3],
         "hidden": kv[..., :32],
         "planes": torch.cat([kv, kv[:1]]),
-        "rank 5": kv.unflatten(3, (2, 32)),
+        "rank 5": kv.view(*kv.shape[:3], 2, 32),
         "transposed": kv.transpose(1, 2),
     }[shape]
     fault.refused(lambda: ctx.store(wrong, tokens), says="[2, 4, 512, 64]")

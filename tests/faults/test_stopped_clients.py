@@ -1,7 +1,7 @@
 """Row 7: a client is killed or stopped in the middle of a copy, on servers whose locks live for seconds.
 
-What a SIGKILL in mid-store leaves behind is the server's: it has no way to abort a reservation, and up to 0.5.5 it makes
-unwritten slots readable when their time is over. What the client can do is bound it: one batch of 64 MiB.
+What a SIGKILL in mid-store leaves behind is the server's: it has no way to abort a reservation, and up to 0.5.5 it
+makes unwritten slots readable when their time is over. What the client can do is bound it: one batch of 64 MiB.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .conftest import BOTH, SHM_EVERYWHERE
 from .report import Fault
 from .worlds import WIDE, WIDE_BATCH, World, tokens_of, world
 
-READ_TTL, WRITE_TTL = 5, 6
+READ_TTL, WRITE_TTL = 5, 8
 OPTIONS = ("--l1-size-gb", "0.25", "--l1-read-ttl-seconds", str(READ_TTL), "--l1-write-ttl-seconds", str(WRITE_TTL))
 NUM_CHUNKS = 40
 STOP_AT = WIDE_BATCH + 4
@@ -47,9 +47,7 @@ def hasty(hasty_world: World) -> Iterator[World]:
 
 
 on_shm = pytest.mark.parametrize("hasty_world", SHM_EVERYWHERE, ids="-".join, indirect=True, scope="module")
-on_all = pytest.mark.parametrize(
-    "hasty_world", [*SHM_EVERYWHERE, BOTH[1]], ids="-".join, indirect=True, scope="module"
-)
+on_all = pytest.mark.parametrize("hasty_world", [*SHM_EVERYWHERE, BOTH[1]], ids="-".join, indirect=True, scope="module")
 
 
 def wrong_chunks(here: World, tokens: list[int], seed: int) -> int:
@@ -62,16 +60,13 @@ def wrong_chunks(here: World, tokens: list[int], seed: int) -> int:
     return sum(not same_bytes(found[:, :, at : at + CHUNK], right[:, :, at : at + CHUNK]) for at in starts)
 
 
-def crowd(fault: Fault, here: World, count: int = 10) -> dict[int, list[int]]:
-    """Other clients' sequences of four chunks, enough to use what is free of the pool; tokens by their seed."""
+def crowd(here: World, count: int = 20) -> dict[int, list[int]]:
+    """Others' sequences of four chunks, enough to use all that is free of the pool; tokens by their seed."""
     stored = {}
-    with client(here, WIDE) as other:
-        for seed in range(100, 100 + count):
-            tokens = tokens_of(4)
-            answer = other.ask(do="store", tokens=tokens, seed=seed)
-            assert "error" not in answer, answer
-            stored[seed] = tokens
-            time.sleep(0.15)  # eviction is asynchronous
+    other = here.connect(WIDE, timeout=30)
+    for seed in range(100, 100 + count):
+        stored[seed] = tokens_of(4)
+        other.store(here.values(4 * CHUNK, seed, WIDE), stored[seed])
     return stored
 
 
@@ -83,33 +78,33 @@ def wait_for_write_ttl(began: float) -> None:
 @on_all
 def test_killed_in_mid_store(fault: Fault, hasty: World) -> None:
     tokens, seed = tokens_of(NUM_CHUNKS), 1
+    others, kv = hasty.connect(WIDE, timeout=30), hasty.values(NUM_CHUNKS * CHUNK, seed, WIDE)
+    fresh, fresh_kv = tokens_of(2), hasty.values(2 * CHUNK, 2, WIDE)
     with client(hasty, WIDE) as victim:
-        victim.stop_in("store", STOP_AT, tokens, seed)
         began = time.monotonic()
+        victim.stop_in("store", STOP_AT, tokens, seed)
         victim.signal(signal.SIGKILL)
         victim.wait()
     locked = hasty.server.held().write_locked
     assert locked <= WIDE_BATCH
     if hasty.transport == "shm":
         assert locked > 0, "the client was not stopped between PREPARE and COMMIT"
-    others = hasty.connect(WIDE)
-    fresh = tokens_of(2)
-    assert others.store(hasty.values(len(fresh), 2, WIDE), fresh)
-    fault.exact(others.retrieve(fresh), hasty.values(len(fresh), 2, WIDE), "other sequences")
+        again = others.store(kv, tokens)
+        if time.monotonic() < began + WRITE_TTL:
+            fault.never(bool(again), "True for chunks that a dead client holds")
+            assert 0 < again.missing_chunks <= NUM_CHUNKS - WIDE_BATCH and again.reason, again
+    assert others.store(fresh_kv, fresh)
+    fault.exact(others.retrieve(fresh), fresh_kv, "other sequences")
     # what was published before the kill is whole
     assert wrong_chunks(hasty, tokens, seed) == 0
-    again = others.store(hasty.values(len(tokens), seed, WIDE), tokens)
-    if hasty.transport == "shm":
-        fault.never(bool(again), "True for chunks that a dead client holds")
-        assert 0 < again.missing_chunks and again.reason
-    wait_for_write_ttl(began)
+    wait_for_write_ttl(time.monotonic() - 1.0)
     wrong = wrong_chunks(hasty, tokens, seed)
     limit = WIDE_BATCH if hasty.release in PUBLISHES_GARBAGE else 0
     fault.never(wrong > limit, f"{wrong} unwritten chunks are served, more than {limit}")
-    stored = others.store(hasty.values(len(tokens), seed, WIDE), tokens)
+    stored = others.store(kv, tokens)
     assert stored, stored
     if not wrong:
-        fault.exact(others.retrieve(tokens), hasty.values(len(tokens), seed, WIDE), "after the TTL")
+        fault.exact(others.retrieve(tokens), kv, "after the TTL")
     if locked:
         served = f", after which {wrong} unwritten chunks are served" if wrong else ""
         fault.bounded(f"{locked} of {NUM_CHUNKS} chunks blocked until the write TTL{served}")
@@ -121,7 +116,7 @@ def test_killed_in_mid_store(fault: Fault, hasty: World) -> None:
 def test_half_done_client_leaves(fault: Fault, hasty: World, how: str) -> None:
     """It gives up a store on a frozen server and goes; the server then does what it was asked."""
     tokens, seed = tokens_of(8), 3
-    for filler, filled in crowd(fault, hasty, 8).items():  # so that free slots hold somebody's bytes
+    for filler, filled in crowd(hasty).items():  # so that free slots hold somebody's bytes
         assert wrong_chunks(hasty, filled, filler) == 0
     hasty.server.clear()
     with client(hasty, WIDE, timeout=1.0) as victim:
@@ -131,7 +126,7 @@ def test_half_done_client_leaves(fault: Fault, hasty: World, how: str) -> None:
             began = time.monotonic()
             if how == "close":
                 closed = victim.ask(do="close")
-                assert closed["seconds"] <= 3.0, closed
+                assert float(str(closed["seconds"])) <= 3.0, closed
             victim.send(do="quit")
             assert victim.wait() == 0
             assert time.monotonic() - began <= 6.0
@@ -157,7 +152,7 @@ def test_half_done_client_closes_on_a_server_that_is_back(fault: Fault, hasty: W
         with hasty.frozen_for(2.2):
             answer = victim.ask(do="store", tokens=tokens, seed=seed)
             assert answer["error"] == DeadlineExceededError.__name__, answer
-        assert victim.ask(do="close")["seconds"] <= 3.0  # type: ignore[operator]
+        assert float(str(victim.ask(do="close")["seconds"])) <= 3.0
     fault.exact(hasty.read(tokens, model=WIDE), hasty.values(len(tokens), seed, WIDE), "completed by close:")
     hasty.settled(before)
 
@@ -169,7 +164,7 @@ def test_stopped_in_mid_store(fault: Fault, hasty: World) -> None:
     with client(hasty, WIDE) as victim:
         victim.stop_in("store", STOP_AT, tokens, seed)
         wait_for_write_ttl(time.monotonic())
-        others = crowd(fault, hasty)
+        others = crowd(hasty)
         answer = victim.go_on()
         damaged = sum(wrong_chunks(hasty, filled, filler) for filler, filled in others.items())
         fault.never("true" in answer and bool(answer["true"]), "it reports success")
@@ -191,7 +186,7 @@ def test_stopped_in_mid_retrieve(fault: Fault, hasty: World) -> None:
         assert victim.ask(do="store", tokens=tokens, seed=seed)["true"]
         victim.stop_in("retrieve", 8, tokens, seed)
         time.sleep(READ_TTL + 2.0)
-        others = crowd(fault, hasty, 18)
+        others = crowd(hasty)
         answer = victim.go_on()
         fault.never(answer.get("exact") is False, "it returned a mix of right and foreign bytes")
         assert "tokens" in answer or answer.get("error") == "LeaseExpiredError", answer

@@ -58,12 +58,6 @@ class FaultServer(RealServer):
         assert self._child is not None
         self._child.stop()
 
-    def restart(self, *, chunk_size: int | None = None) -> None:
-        """Kill it and start it again at the same addresses, with the same name of its pool."""
-        self.kill()
-        self.chunk_size = self.chunk_size if chunk_size is None else chunk_size
-        self.start()
-
     @property
     def segment_path(self) -> Path:
         """The file of its pool."""
@@ -79,6 +73,8 @@ class World:
     engine: Engine
     contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Closed at the end of the test."""
+    killed: bool = False
+    """The server is dead, or came back as another one."""
 
     @property
     def release(self) -> str:
@@ -131,10 +127,27 @@ class World:
         found = self.server.wait_until_held(expected, timeout)
         assert found == expected, f"left on the server: {difference(expected, found)}"
 
-    def fresh_engine(self, models: dict[str, EngineShape] | None = None) -> None:
+    def kill(self) -> None:
+        """SIGKILL to the server."""
+        self.killed = True
+        self.server.kill()
+
+    def restart(
+        self, *, chunk_size: int = CHUNK, models: dict[str, EngineShape] | None = None, engine: bool = True
+    ) -> None:
+        """Kill the server and start it again at the same addresses with the same name of its pool; then an engine."""
+        if not self.killed:
+            self.server.kill()
+        self.killed = chunk_size != CHUNK or models is not None
+        self.server.chunk_size = chunk_size
+        self.server.start()
+        if engine:
+            self.start_engine(models)
+
+    def start_engine(self, models: dict[str, EngineShape] | None = None) -> None:
         """An engine registers again, as after a restart."""
         self.engine.stop()
-        self.engine = Engine(self.server, self.engine.models if models is None else models)
+        self.engine = Engine(self.server, MODELS if models is None else models)
         self.engine.start()
 
 

@@ -97,7 +97,7 @@ class Writer:
     def __init__(self, desk: Desk, first: int = 0, failures: list[BaseException] | None = None) -> None:
         self._desk = desk
         self._first = first
-        self.data = [chunk_bytes(index) for index in range(3)]
+        self.data = [chunk_bytes(index) for index in range(6)]  # the tensor of a call is longer than one range
         self.failures = failures if failures is not None else []
         self.illegal = ""
         self.takes = 0.0
@@ -115,7 +115,7 @@ class Writer:
         for number, (slot, index) in enumerate(zip(prepared.slots or (), prepared.chunk_indices, strict=True)):
             if self.failures and number == 1:  # in the middle
                 raise self.failures.pop(0)
-            self._desk.pool[slot.offset : slot.offset + slot.length] = self.data[self._first + index]
+            self._desk.pool[slot.offset : slot.offset + slot.length] = self.data[(self._first + index) % len(self.data)]
 
     def snapshot(self) -> Writer:
         copy = Writer(self._desk, self._first, self.failures)

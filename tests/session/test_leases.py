@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
 from typing import Final
 
@@ -19,8 +20,8 @@ from lmcache_sdk.errors import (
 )
 from lmcache_sdk.session import ReadLease
 from lmcache_sdk.session.states import LeaseState
-from tests.fix_fake_server import NOTHING, Action, Held
-from tests.fix_faults import Fault, changed, ignored, instead, late, loading, payload, says, silence, then, value
+from tests.fix_fake_server import NOTHING, Action, Held, answer
+from tests.fix_faults import Fault, ignored, instead, late, loading, payload, says, silence, then, value
 from tests.session.desk import READ_TTL, Desk
 
 RELEASES: Final = list(p.DIALECTS)
@@ -116,22 +117,17 @@ def test_keys_of_a_lookup_name_every_rank_and_those_of_a_read_one() -> None:
 
 def test_a_slow_prefetch_is_polled_with_growing_pauses() -> None:
     desk = Desk(cached=2, seconds=60)
-    desk.server.on(p.QueryPrefetchStatus, *[loading] * 30)
     times: list[float] = []
-    desk.server.always(p.QueryPrefetchStatus, then(changed(lambda reply: reply), lambda: None))
-    original = desk.server.take
-    desk.server.take = lambda frames: (times.append(desk.clock.now), original(frames))[1]  # type: ignore[method-assign]
-    lease = desk.lease()
-    assert lease.acquire() == 2
-    pauses = [round(after - before, 6) for before, after in zip(times, times[1:], strict=False)]
+    desk.server.on(p.QueryPrefetchStatus, *[then(loading, lambda: times.append(desk.clock.now))] * 30)
+    assert desk.lease().acquire() == 2
+    pauses = [round(after - before, 6) for before, after in itertools.pairwise(times)]
     waited = [pause for pause in pauses if pause >= 0.001]
     assert waited == sorted(waited) and max(waited) == 0.02 and waited.count(0.02) >= 20
     assert desk.server.asked(p.WaitPrefetchStatus) == []
-    desk.finish()
-    assert desk.server.held() == NOTHING
+    assert desk.finish() and desk.server.held() == NOTHING
 
 
-# ---- timeouts: before, between, after ---------------------------------------------------------------------------------
+# ---- timeouts: before, between, after --------------------------------------------------------------------------------
 
 
 @every_release
@@ -240,7 +236,7 @@ def test_a_prefetch_that_takes_longer_than_the_call(release: str) -> None:
         desk.lease().acquire()
     assert caught.value.step.startswith("retrieve: QUERY_PREFETCH_STATUS")
     assert not desk.finish()
-    desk.server.always(p.QueryPrefetchStatus, then(changed(lambda reply: reply), lambda: None))
+    desk.server.always(p.QueryPrefetchStatus, answer)
     assert desk.finish()
     assert desk.freed() == [(0, 2)]
     assert desk.server.held() == NOTHING and desk.ended_last_and_once()

@@ -4,7 +4,7 @@
     --releases 0.5.6 0.5.7rc2
     --transports shm inline
     --faults freeze kill-client restart
-                      leave some out to look for something
+                      leave some out, or all, to look for something
     --seed TEXT       what decides which fault comes when; printed, a new one when left out
     --keep            keeps logs and journals also when all is well
 
@@ -70,7 +70,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--releases", nargs="+", default=["0.5.6", "0.5.7rc2"], choices=RELEASES)
     parser.add_argument("--transports", nargs="+", default=["shm", "inline"], choices=("shm", "inline"))
-    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=tuple(FAULTS))
+    parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=tuple(FAULTS))
     parser.add_argument("--seed", default="")
     parser.add_argument("--keep", action="store_true")
     return parser.parse_args()

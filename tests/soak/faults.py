@@ -105,9 +105,10 @@ class Scene:
         happened.began = time.monotonic()
         while time.monotonic() - happened.began - happened.down < seconds - quiet_seconds(seconds):
             self._rest(self._rng.uniform(*_PAUSE))
-            fault = self._next_fault()
-            getattr(self, "_" + fault.replace("-", "_"))()
-            happened.faults[fault] += 1
+            if self._faults:
+                fault = self._next_fault()
+                getattr(self, "_" + fault.replace("-", "_"))()
+                happened.faults[fault] += 1
         happened.calm = time.monotonic()
         self._rest(quiet_seconds(seconds))
         happened.ended = time.monotonic()

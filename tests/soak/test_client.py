@@ -23,10 +23,10 @@ pytestmark = pytest.mark.slow
 _SECONDS = 20.0
 
 
-@pytest.fixture
-def clients(tmp_path: Path) -> Iterator[Clients]:
-    """A nursery without children."""
-    nursery = Clients(tmp_path / "nursery.log")
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    """A nursery, whose clients every test ends."""
+    nursery = Clients(tmp_path_factory.mktemp("nursery") / "nursery.log")
     yield nursery
     nursery.stop()
 
@@ -88,7 +88,7 @@ def test_it_works_and_ends_in_order(server: DevServer, clients: Clients, tmp_pat
     assert records[-1]["sample"]["fds"] == records[0]["sample"]["fds"]
     assert records[-1]["sample"]["threads"] == 1
     held = server.held()
-    assert (held.read_locked, held.write_locked, held.sessions) == (0, 0, 0)
+    assert (held.read_locks, held.write_reservations, held.sessions) == (0, 0, 0)
 
 
 def test_a_kill_leaves_its_journal(server: DevServer, clients: Clients, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Final, Protocol, TypeVar
 
 import attrs
 
-from lmcache_sdk.errors import ConnectionLostError, DeadlineExceededError, KVCacheSDKError
+from lmcache_sdk.errors import ConnectionLostError, DeadlineExceededError, KVCacheSDKError, TransportError
 from lmcache_sdk.protocol import EndSession, InFlight, IPCCacheServerKey, Request
 from lmcache_sdk.session.channel import Channel
 from lmcache_sdk.session.deadline import Deadline
@@ -166,7 +166,14 @@ class Operation:
         """Gives back what is owed, then ends the server's session; whether nothing is owed any more."""
         while self._obligations and not self.channel.broken:
             obligation = self._obligations[0]
-            if not obligation.fulfil(deadline):
+            try:
+                done = obligation.fulfil(deadline)
+            except TransportError as error:
+                _log.debug("%s: clean-up request not sent: %s", self.name, error)
+                if not self.channel.broken:
+                    return False
+                break  # nothing more can be said on it
+            if not done:
                 return False
             self.fulfilled(obligation)
         if self._open and not self.channel.broken:

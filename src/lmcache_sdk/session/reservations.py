@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from lmcache_sdk.errors import KVCacheSDKError, LeaseExpiredError, RemoteProtocolError
+from lmcache_sdk.errors import KVCacheSDKError, LeaseExpiredError, RemoteProtocolError, TransportError
 from lmcache_sdk.protocol import Buffer, CommitStore, Committed, InFlight, PreparedStore, PrepareStore
 from lmcache_sdk.session.deadline import Deadline, boot_time
 from lmcache_sdk.session.operation import Operation
@@ -121,7 +121,8 @@ class Reservation:
         self._indices = prepared.chunk_indices
         if self._indices and self._indices[-1] >= self._num_chunks:
             where = "prepare_store.context.chunk_indices"
-            raise RemoteProtocolError(f"{where}: {self._indices[-1]} of {self._num_chunks} chunks", path=where)
+            self.stuck = f"{where}: {self._indices[-1]} of {self._num_chunks} chunks"
+            raise RemoteProtocolError(self.stuck, path=where)
 
     def _fill(self, prepared: PreparedStore, writer: SlotWriter) -> BaseException | None:
         """Writes the slots whole; gives the interruption that came meanwhile, to be raised after the commit."""
@@ -182,7 +183,7 @@ class Reservation:
 
     def _complete(self, deadline: Deadline) -> None:
         """Fills and commits the slots of a PREPARE whose answer came late, or whose call was interrupted."""
-        if self._prepare is None or self._writer is None:
+        if self._prepare is None or self._writer is None or self.stuck:
             return
         prepared = self._operation.settle(self._prepare, deadline)
         if prepared is None:
@@ -194,7 +195,9 @@ class Reservation:
                 self._fill(prepared, self._writer)
                 self._check_alive()
                 self._send_commit(b"")
-        except (KVCacheSDKError, RuntimeError, ValueError, TypeError) as error:
+        except TransportError:
+            raise
+        except (KVCacheSDKError, RuntimeError, ValueError, TypeError, IndexError) as error:
             # illegal slots, or too late: nothing may be published, and UNREGISTER would do that, so it stays owed
             self.stuck = str(error)
             _log.warning("%s: a reservation could not be completed: %s", self._operation.name, error)

@@ -24,7 +24,7 @@ import torch
 import lmcache_sdk.kvcache as lmc_sdk
 from lmcache_sdk import LMCacheKVCacheContext
 from lmcache_sdk.facade import transfer
-from lmcache_sdk.layout import blobs
+from lmcache_sdk.layout import blobs, packing
 from tests.faults.worlds import values_of
 from tests.integration.patterns import same_bytes
 
@@ -40,9 +40,9 @@ class Stopper:
         self.kind = ""
         self.chunk = 0
         self._copied = 0
-        self._pack, self._unpack = transfer.pack_chunk, transfer.unpack
-        transfer.pack_chunk = blobs.pack_chunk = self.pack  # into slots, into messages
-        transfer.unpack = self.unpack
+        # the names that the modules use: into slots, into messages, out of both
+        vars(transfer).update(pack_chunk=self.pack, unpack=self.unpack)
+        vars(blobs).update(pack_chunk=self.pack)
 
     def arm(self, kind: str, chunk: int) -> None:
         self.kind, self.chunk, self._copied = kind, chunk, 0
@@ -56,12 +56,12 @@ class Stopper:
 
     def pack(self, kv: torch.Tensor, chunk_index: int, chunk_size: int, out: torch.Tensor) -> None:
         self._reached("store")
-        self._pack(kv, chunk_index, chunk_size, out)
+        packing.pack_chunk(kv, chunk_index, chunk_size, out)
 
     def unpack(self, chunks: Sequence[torch.Tensor], out: torch.Tensor, first_chunk: int) -> None:
         for index, chunk in enumerate(chunks):
             self._reached("retrieve")
-            self._unpack([chunk], out, first_chunk + index)
+            packing.unpack([chunk], out, first_chunk + index)
 
 
 def values(ctx: LMCacheKVCacheContext, num_tokens: int, seed: int) -> torch.Tensor:
@@ -100,7 +100,7 @@ def main() -> None:
         began = time.monotonic()
         try:
             answer = do(ctx, command)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # an interruption is an answer too
             answer = {"error": type(error).__name__, "message": str(error)[:500]}
         say({**answer, "seconds": time.monotonic() - began})
 

@@ -1,0 +1,470 @@
+"""Write slots on every path: what is published was written whole, and what cannot be is left alone."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_sdk import protocol as p
+from lmcache_sdk.errors import (
+    ConnectionLostError,
+    DeadlineExceededError,
+    KVCacheSDKError,
+    LeaseExpiredError,
+    RemoteProtocolError,
+)
+from lmcache_sdk.protocol.envelope import bin_header
+from lmcache_sdk.session.states import ReservationState
+from tests.fix_fake_server import NOTHING, Action, Held
+from tests.fix_faults import Fault, changed, ignored, instead, late, payload, says, silence, then, value
+from tests.session.desk import SLOT_NBYTES, WRITE_TTL, Desk, Writer, chunk_bytes
+
+ALL: Final = [chunk_bytes(index) for index in range(3)]
+every_release = pytest.mark.parametrize("release", list(p.DIALECTS))
+
+
+def store_desk(release: str = "0.5.6", **options: object) -> Desk:
+    return Desk(release, name="store", **options)  # type: ignore[arg-type]  # the options of a desk
+
+
+def inline_payload() -> bytearray:
+    data = b"".join(ALL)
+    return bytearray(bin_header(len(data)) + data)
+
+
+# ---- without faults --------------------------------------------------------------------------------------------------
+
+
+@every_release
+def test_slots_are_filled_committed_and_found(release: str) -> None:
+    desk = store_desk(release)
+    reservation, writer = desk.reservation(), Writer(desk)
+    reservation.store_slots(writer)
+    assert reservation.state is ReservationState.PUBLISHED and reservation.written == (0, 1, 2)
+    assert desk.server.names() == ["PrepareStore", "CommitStore"]
+    assert desk.finish() and desk.ended_last_and_once()
+    assert desk.published() == ALL and writer.writes == 1
+    assert desk.server.held() == NOTHING
+
+
+def test_only_the_given_slots_are_filled() -> None:
+    desk = store_desk(cached=1)
+    reservation = desk.reservation()
+    reservation.store_slots(Writer(desk))
+    assert reservation.written == (1, 2) and desk.published() == ALL
+    assert desk.finish() and desk.server.held() == NOTHING
+
+
+def test_chunks_are_counted_from_the_first_of_the_call() -> None:
+    desk = store_desk(cached=1)
+    reservation = desk.reservation(first=1, count=2)
+    reservation.store_slots(Writer(desk, first=1))
+    assert reservation.written == (1, 2) and desk.published() == ALL
+    key = desk.server.asked(p.PrepareStore)[0].key
+    assert (key.start, key.end, key.worker_id, len(key.token_ids)) == (4, 12, 0, 12)
+
+
+@pytest.mark.parametrize("why", ["cached", "full", "another writes"])
+def test_empty_slots_are_never_committed(why: str) -> None:
+    """Such a COMMIT would publish another caller's half-written slots."""
+    desk = store_desk(cached=3 if why == "cached" else 0)
+    desk.server.full = why == "full"
+    if why == "another writes":
+        desk.server.handle(
+            p.PrepareStore(key=desk.operation.key(0, 3), instance_id=desk.operation.identity.instance_id)
+        )
+    before = desk.server.held()
+    reservation, writer = desk.reservation(), Writer(desk)
+    reservation.store_slots(writer)
+    assert reservation.state is ReservationState.EMPTY and reservation.written == () and writer.writes == 0
+    assert desk.finish() and desk.server.asked(p.CommitStore) == []
+    assert desk.server.held().reservations == before.reservations
+    assert not desk.operation.forbids_unregister
+
+
+@every_release
+def test_an_inline_store_is_one_message(release: str) -> None:
+    desk = store_desk(release, shm=False)
+    reservation = desk.reservation()
+    reservation.store_inline(inline_payload())
+    assert reservation.state is ReservationState.PUBLISHED and reservation.written == (0, 1, 2)
+    assert [chunk.data for chunk in desk.server.objects.values()] == ALL
+    assert desk.finish() and desk.server.names() == ["CommitStore", "EndSession"]
+    assert desk.server.held() == NOTHING
+
+
+def test_an_inline_store_to_a_server_with_a_pool() -> None:
+    """What the canary does: without a PREPARE every release takes it."""
+    desk = store_desk()
+    desk.reservation().store_inline(inline_payload())
+    assert desk.published() == ALL and desk.finish() and desk.server.held() == NOTHING
+
+
+# ---- answers that say no ---------------------------------------------------------------------------------------------
+
+
+def test_a_refused_commit_writes_nothing_and_owes_nothing() -> None:
+    desk = store_desk()
+    desk.server.on(p.CommitStore, instead(p.Committed(success=False)))
+    reservation = desk.reservation()
+    reservation.store_slots(Writer(desk))
+    assert reservation.state is ReservationState.REJECTED and reservation.written == ()
+    assert desk.finish() and desk.ended_last_and_once()
+
+
+def test_a_refused_inline_commit_too() -> None:
+    desk = store_desk(shm=False)
+    desk.server.on(p.CommitStore, instead(p.Committed(success=False)))
+    reservation = desk.reservation()
+    reservation.store_inline(inline_payload())
+    assert reservation.state is ReservationState.REJECTED and reservation.written == ()
+    assert desk.finish()
+
+
+# ---- interruptions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError, RuntimeError])
+def test_an_interrupted_copy_is_done_again_committed_and_then_interrupted(
+    kind: type[BaseException], failures: int
+) -> None:
+    desk = store_desk()
+    reservation, writer = desk.reservation(), Writer(desk, failures=[kind("in the middle") for _ in range(failures)])
+    with pytest.raises(kind, match="in the middle"):
+        reservation.store_slots(writer)
+    assert writer.writes == failures + 1
+    assert reservation.state is ReservationState.PUBLISHED and desk.published() == ALL
+    assert desk.finish() and desk.server.held() == NOTHING and desk.ended_last_and_once()
+
+
+def test_a_copy_that_is_interrupted_again_and_again_is_completed_by_the_clean_up() -> None:
+    desk = store_desk()
+    reservation, writer = desk.reservation(), Writer(desk, failures=[KeyboardInterrupt() for _ in range(3)])
+    with pytest.raises(KeyboardInterrupt):
+        reservation.store_slots(writer)
+    assert desk.published() == [] and desk.operation.forbids_unregister
+    assert desk.finish()
+    assert desk.published() == ALL and desk.server.held() == NOTHING
+
+
+def test_a_copy_that_cannot_be_done_is_not_published_until_its_time_is_over() -> None:
+    desk = store_desk()
+    reservation, writer = desk.reservation(), Writer(desk, failures=[RuntimeError("broken") for _ in range(99)])
+    with pytest.raises(RuntimeError, match="broken"):
+        reservation.store_slots(writer)
+    assert not desk.finish() and not desk.finish()
+    assert "broken" in desk.operation.stuck and desk.operation.forbids_unregister
+    assert desk.server.asked(p.CommitStore) == [] and desk.server.objects == {}
+    desk.clock.advance(WRITE_TTL)
+    assert desk.finish() and reservation.state is ReservationState.REJECTED
+
+
+@pytest.mark.parametrize("answer", [silence, late(99.0)])
+def test_an_interruption_is_not_lost_when_the_commit_is_not_answered(answer: Action) -> None:
+    desk = store_desk(seconds=1.0)
+    desk.server.on(p.CommitStore, answer)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        desk.reservation().store_slots(Writer(desk, failures=[KeyboardInterrupt()]))
+    assert isinstance(caught.value.__cause__, DeadlineExceededError)
+    assert desk.published() == ALL
+
+
+def test_an_interruption_is_not_lost_when_the_time_is_over() -> None:
+    desk = store_desk(seconds=1000)
+    writer = Writer(desk, failures=[KeyboardInterrupt()])
+    writer.takes = WRITE_TTL / 4 + 1
+    with pytest.raises(KeyboardInterrupt) as caught:
+        desk.reservation().store_slots(writer)
+    assert isinstance(caught.value.__cause__, LeaseExpiredError)
+    assert desk.server.asked(p.CommitStore) == []
+
+
+# ---- PREPARE is late -------------------------------------------------------------------------------------------------
+
+
+@every_release
+def test_a_late_prepare_is_completed_by_the_clean_up(release: str) -> None:
+    desk = store_desk(release, seconds=1.0)
+    desk.server.on(p.PrepareStore, late(1.2))
+    reservation, writer = desk.reservation(), Writer(desk)
+    with pytest.raises(DeadlineExceededError) as caught:
+        reservation.store_slots(writer)
+    assert caught.value.step == "store: PREPARE_STORE"
+    assert desk.finish()
+    assert reservation.state is ReservationState.PUBLISHED and reservation.written == (0, 1, 2)
+    assert desk.published() == ALL and writer.copies == []
+    assert desk.server.held() == NOTHING and desk.ended_last_and_once()
+
+
+def test_a_very_late_prepare_is_completed_from_a_copy() -> None:
+    """The caller has its tensor back by then, and may have changed it."""
+    desk = store_desk(seconds=1.0)
+    desk.server.on(p.PrepareStore, late(30.0))
+    reservation, writer = desk.reservation(), Writer(desk)
+    with pytest.raises(DeadlineExceededError):
+        reservation.store_slots(writer)
+    for _ in range(3):
+        assert not desk.finish()
+    assert len(writer.copies) == 1 and desk.operation.forbids_unregister and desk.operation.owing
+    writer.data = [bytes(SLOT_NBYTES)] * 6
+    desk.clock.advance(30)
+    assert desk.finish()
+    assert desk.published() == ALL and writer.writes == 0 and writer.copies[0].writes == 1
+    assert [len(desk.server.asked(kind)) for kind in (p.PrepareStore, p.CommitStore)] == [1, 1]
+    assert desk.server.held() == NOTHING and desk.ended_last_and_once()
+
+
+def test_a_late_prepare_without_slots_is_not_committed() -> None:
+    desk = store_desk(cached=3, seconds=1.0)
+    desk.server.on(p.PrepareStore, late(1.2))
+    with pytest.raises(DeadlineExceededError):
+        desk.reservation().store_slots(Writer(desk))
+    assert desk.finish() and desk.server.asked(p.CommitStore) == []
+
+
+@pytest.mark.parametrize("action", [silence, ignored])
+def test_a_prepare_that_is_never_answered_is_given_up_with_its_ttl_and_never_sent_again(action: Action) -> None:
+    desk = store_desk(seconds=1.0)
+    desk.server.on(p.PrepareStore, action)
+    with pytest.raises(DeadlineExceededError):
+        desk.reservation().store_slots(Writer(desk))
+    assert not desk.finish() and not desk.finish() and desk.operation.forbids_unregister
+    desk.clock.advance(WRITE_TTL)
+    assert desk.finish() and not desk.operation.forbids_unregister
+    assert len(desk.server.asked(p.PrepareStore)) == 1 and desk.server.asked(p.CommitStore) == []
+    assert desk.ended_last_and_once()
+
+
+def test_giving_up_says_nothing() -> None:
+    desk = store_desk(seconds=1.0)
+    desk.server.on(p.PrepareStore, silence)
+    with pytest.raises(DeadlineExceededError):
+        desk.reservation().store_slots(Writer(desk))
+    desk.finish()
+    desk.operation.give_up()
+    assert desk.server.names() == ["PrepareStore"]
+
+
+# ---- COMMIT is late --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+@pytest.mark.parametrize("shm", [True, False], ids=["shm", "inline"])
+def test_a_late_commit_is_waited_for_and_not_sent_again(shm: bool, accepted: bool) -> None:
+    desk = store_desk(shm=shm, seconds=1.0)
+    desk.server.on(p.CommitStore, late(20.0, says(p.Committed(success=accepted))))
+    reservation = desk.reservation()
+    with pytest.raises(DeadlineExceededError) as caught:
+        reservation.store_slots(Writer(desk)) if shm else reservation.store_inline(inline_payload())
+    assert caught.value.step == "store: COMMIT_STORE"
+    assert not desk.finish() and not desk.finish()
+    desk.clock.advance(20)
+    assert desk.finish()
+    assert reservation.state is (ReservationState.PUBLISHED if accepted else ReservationState.REJECTED)
+    assert reservation.written == ((0, 1, 2) if accepted else ())
+    assert len(desk.server.asked(p.CommitStore)) == 1
+    assert desk.server.held() == NOTHING and desk.ended_last_and_once()
+
+
+@pytest.mark.parametrize("shm", [True, False], ids=["shm", "inline"])
+def test_a_commit_that_is_never_answered_is_given_up_with_its_ttl(shm: bool) -> None:
+    desk = store_desk(shm=shm, seconds=1.0)
+    desk.server.on(p.CommitStore, silence)
+    reservation = desk.reservation()
+    with pytest.raises(DeadlineExceededError):
+        reservation.store_slots(Writer(desk)) if shm else reservation.store_inline(inline_payload())
+    assert not desk.finish()
+    desk.clock.advance(WRITE_TTL)
+    assert desk.finish() and desk.ended_last_and_once()
+
+
+@pytest.mark.parametrize("lie", [payload(b"\xc1"), value("yes"), value(1), payload(b"")])
+@pytest.mark.parametrize("shm", [True, False], ids=["shm", "inline"])
+def test_a_commit_that_is_answered_illegally(shm: bool, lie: Action) -> None:
+    desk = store_desk(shm=shm)
+    desk.server.on(p.CommitStore, lie)
+    reservation = desk.reservation()
+    with pytest.raises(RemoteProtocolError):
+        reservation.store_slots(Writer(desk)) if shm else reservation.store_inline(inline_payload())
+    assert reservation.written == ()
+    assert len(desk.server.asked(p.CommitStore)) == 1
+
+
+# ---- lies about slots ------------------------------------------------------------------------------------------------
+
+SLOT: Final = p.Slot(0, SLOT_NBYTES, (1, 4, 8), "uint8")
+ILLEGAL: Final = {
+    "index out of range": changed(lambda reply: p.PreparedStore(reply.slots, (0, 1, 3))),
+    "index far out of range": changed(lambda reply: p.PreparedStore(reply.slots, (0, 1, 2**20))),
+    "duplicate index": changed(lambda reply: p.PreparedStore(reply.slots, (0, 1, 1))),
+    "negative index": changed(lambda reply: p.PreparedStore(reply.slots, (-1, 0, 1))),
+    "indices out of order": changed(lambda reply: p.PreparedStore(reply.slots, (2, 1, 0))),
+    "too few indices": changed(lambda reply: p.PreparedStore(reply.slots, (0, 1))),
+    "no indices": value({"context": {"slots": [{"offset": 0, "length": 32, "shape": [1, 4, 8], "dtype": "uint8"}]}}),
+    "more slots than chunks": changed(lambda reply: p.PreparedStore((*reply.slots, SLOT), (0, 1, 2, 3))),
+    "negative offset": value(
+        {"context": {"slots": [{"offset": -1, "length": 32, "shape": [1], "dtype": "uint8"}], "chunk_indices": [0]}}
+    ),
+    "missing keys": value({"context": {"slots": [{"offset": 0}], "chunk_indices": [0]}}),
+    "garbage": payload(b"\xc1"),
+    "empty": payload(b""),
+    "nothing": payload(b"\xc0"),
+}
+
+
+@pytest.mark.parametrize("lie", ILLEGAL)
+def test_illegal_slots_are_neither_written_nor_published(lie: str) -> None:
+    """The server holds a reservation that cannot be filled: UNREGISTER would publish it, until its TTL is over."""
+    desk = store_desk(seconds=60)
+    desk.server.on(p.PrepareStore, ILLEGAL[lie])
+    reservation, writer = desk.reservation(), Writer(desk)
+    with pytest.raises(RemoteProtocolError) as caught:
+        reservation.store_slots(writer)
+    assert caught.value.path.startswith("prepare_store")
+    assert desk.clock.now < 1001
+    assert not desk.finish() and not desk.finish()
+    assert desk.operation.forbids_unregister and desk.operation.owing
+    assert writer.writes == 0 and bytes(desk.pool) == bytes(desk.pool.nbytes)
+    assert desk.server.asked(p.CommitStore) == [] and desk.server.held().reservations == 3
+    desk.clock.advance(WRITE_TTL)
+    assert desk.finish() and not desk.operation.forbids_unregister and desk.ended_last_and_once()
+
+
+def test_slots_that_do_not_fit_are_neither_written_nor_published() -> None:
+    desk = store_desk()
+    writer = Writer(desk)
+    writer.illegal = "slots[0]: another shape"
+    with pytest.raises(RemoteProtocolError, match="another shape"):
+        desk.reservation().store_slots(writer)
+    assert not desk.finish()
+    assert desk.operation.forbids_unregister and "another shape" in desk.operation.stuck
+    assert writer.writes == 0 and desk.server.asked(p.CommitStore) == []
+    desk.clock.advance(WRITE_TTL)
+    assert desk.finish() and not desk.operation.forbids_unregister
+
+
+def test_an_inline_answer_of_a_server_with_a_pool_reserves_nothing() -> None:
+    desk = store_desk()
+    desk.server.on(p.PrepareStore, instead(p.PreparedStore(slots=None, chunk_indices=())))
+    reservation = desk.reservation()
+    with pytest.raises(RemoteProtocolError, match="no slots"):
+        reservation.store_slots(Writer(desk))
+    assert reservation.state is ReservationState.EMPTY
+    assert desk.finish() and not desk.operation.forbids_unregister
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_slots_that_came_too_late_are_not_written() -> None:
+    """After half the TTL they may be another's by the time the copy ends."""
+    desk = store_desk(seconds=1000)
+    desk.server.on(p.PrepareStore, late(WRITE_TTL / 2 + 1))
+    reservation, writer = desk.reservation(), Writer(desk)
+    with pytest.raises(LeaseExpiredError, match="half their TTL of 600 s"):
+        reservation.store_slots(writer)
+    assert writer.writes == 0 and desk.server.asked(p.CommitStore) == []
+    assert not desk.finish() and desk.operation.forbids_unregister
+    desk.clock.advance(WRITE_TTL / 2)
+    assert desk.finish() and reservation.state is ReservationState.REJECTED
+
+
+def test_a_copy_that_took_too_long_is_not_committed() -> None:
+    desk = store_desk(seconds=1000)
+    reservation, writer = desk.reservation(), Writer(desk)
+    writer.takes = WRITE_TTL / 2 + 1
+    with pytest.raises(LeaseExpiredError):
+        reservation.store_slots(writer)
+    assert writer.writes == 1 and desk.server.asked(p.CommitStore) == []
+    assert not desk.finish() and desk.operation.forbids_unregister
+
+
+def test_half_the_time_is_enough() -> None:
+    desk = store_desk(seconds=1000)
+    writer = Writer(desk)
+    writer.takes = WRITE_TTL / 2
+    desk.reservation().store_slots(writer)
+    assert desk.published() == ALL
+
+
+def test_without_a_known_ttl_nothing_is_too_old_and_nothing_is_given_up() -> None:
+    desk = store_desk(seconds=1.0)
+    desk.server.on(p.PrepareStore, late(10 * WRITE_TTL))
+    reservation = desk.reservation(ttl=None)
+    with pytest.raises(DeadlineExceededError):
+        reservation.store_slots(Writer(desk))
+    assert not desk.finish()
+    desk.clock.advance(10 * WRITE_TTL)
+    assert desk.finish() and desk.published() == ALL
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_with_prepare_out_forbids_to_unregister() -> None:
+    """The server may live, and only the connection be gone: it would publish the unwritten slots."""
+    desk = store_desk()
+    desk.server.on(p.PrepareStore, then(silence, lambda: setattr(desk.memory, "lost", True)))
+    with pytest.raises(ConnectionLostError):
+        desk.reservation().store_slots(Writer(desk))
+    desk.finish()
+    assert desk.operation.forbids_unregister and desk.channel.broken
+
+
+def test_a_loss_with_an_inline_payload_out_forbids_nothing() -> None:
+    desk = store_desk(shm=False)
+    desk.server.on(p.CommitStore, then(silence, lambda: setattr(desk.memory, "lost", True)))
+    with pytest.raises(ConnectionLostError):
+        desk.reservation().store_inline(inline_payload())
+    desk.finish()
+    assert not desk.operation.forbids_unregister
+
+
+# ---- any faults ------------------------------------------------------------------------------------------------------
+
+HARMLESS: Final = (Fault.DELAY, Fault.DUPLICATE, Fault.REORDER)
+
+
+@given(
+    st.sampled_from(list(p.DIALECTS)),
+    st.integers(0, 3),
+    st.sampled_from([None, KeyboardInterrupt, RuntimeError]),
+    st.integers(0, 4),
+    st.dictionaries(st.integers(0, 3), st.sampled_from([Fault.DROP, Fault.DISCONNECT]), max_size=1),
+    st.dictionaries(st.integers(0, 4), st.sampled_from(list(Fault)), max_size=3),
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_happens_to_the_messages(
+    release: str,
+    cached: int,
+    failure: type[BaseException] | None,
+    failures: int,
+    sent: dict[int, Fault],
+    received: dict[int, Fault],
+) -> None:
+    desk = store_desk(release, cached=cached, seconds=2.0, sent=sent, received=received)
+    reservation = desk.reservation()
+    writer = Writer(desk, failures=[failure() for _ in range(failures)] if failure else [])
+    with suppress(KVCacheSDKError, KeyboardInterrupt, RuntimeError):
+        reservation.store_slots(writer)
+    for _ in range(4):
+        desk.finish()
+    if not sent and set(received.values()) <= set(HARMLESS):
+        assert desk.server.held() == NOTHING and desk.ended_last_and_once()
+    if desk.server.held().reservations:
+        assert desk.operation.forbids_unregister
+    desk.clock.advance(WRITE_TTL)
+    assert desk.finish()
+    # what the server shows was written whole, and what we believe to have written is there
+    assert desk.published() == [chunk_bytes(index) for index in range(len(desk.published()))]
+    assert len(reservation.written) <= len(desk.server.objects)
+    assert len(desk.server.asked(p.PrepareStore)) <= 1 and len(desk.server.asked(p.CommitStore)) <= 1
+    assert desk.server.names().count("EndSession") <= 1 and desk.server.held().unwritten == 0
+    assert (
+        Held(reservations=desk.server.held().reservations, sessions=desk.server.held().sessions) == desk.server.held()
+    )
