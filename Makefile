@@ -12,7 +12,7 @@ CLEAN := .venvs/clean
 PIP   := -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo fmt lint layers types surface test fast golden interop wheel fuzz cov check clean
+.PHONY: help setup demo fmt lint layers types surface test fast golden interop wheel fuzz cov check clean docs
 
 help: ## prints these lines
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -40,7 +40,7 @@ layers: $(READY) ## lint-imports: who may import whom
 	$(BIN)/lint-imports
 
 types: $(READY) ## mypy --strict on src and tests, then the typing tests
-	$(BIN)/mypy src tests
+	$(BIN)/mypy src tests examples docs
 	$(BIN)/pytest tests/typing
 
 surface: $(READY) ## every public name completely typed, as a user's checker sees it
@@ -75,6 +75,9 @@ fuzz: $(READY) ## fuzzes payloads, frames and documents for 60 seconds each, or 
 	for target in payloads frames documents; do \
 	  nice -n 10 $(BIN)/python -m fuzz.run $$target $(if $(RUNS),-runs=$(RUNS),-max_total_time=60) || exit 1; \
 	done
+
+docs: $(READY) ## writes the generated parts of docs/ from the code (tests/docs fails when they are stale)
+	$(BIN)/python docs/generate.py
 
 cov: $(READY) ## branch coverage; the protocol and the state tables at 100 %
 	$(BIN)/pytest --cov --cov-report=

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_sdk.devserver import unique_shm_name
@@ -19,6 +19,7 @@ SIZE = 64 * PAGE
 
 
 @given(st.lists(st.one_of(st.integers(1, 9), st.none()), max_size=60))
+@settings(deadline=None)
 def test_free_ranges_stay_apart_and_nothing_is_lost(steps: list[int | None]) -> None:
     """A number takes that many pages, None gives the oldest piece back."""
     free, held = FreeList(SIZE), list[tuple[int, int]]()

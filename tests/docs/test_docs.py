@@ -25,7 +25,9 @@ import lmcache_sdk
 import lmcache_sdk.kvcache as lmc_sdk
 from lmcache_sdk import KVCacheSDKError, KVLayout, LMCacheKVCacheContext
 from lmcache_sdk.devserver import DevServer, PlayedEngine, cli, unique_shm_name
+from lmcache_sdk.facade import storing, transfer
 from lmcache_sdk.protocol import DIALECTS
+from lmcache_sdk.session import http_transport, leases
 from tests.docs.pages import (
     DOCS,
     README,
@@ -274,6 +276,30 @@ def test_readme_server_command_works_and_serves_the_first_block() -> None:
             assert process.wait(30) == 0
             killer.cancel()
             killer.join()
+
+
+MIB: Final = 2**20
+NUMBERS: Final = (
+    ("transports.md", r"store: up to (\d+) MiB of slots", transfer._STORE_BATCH / MIB),
+    ("transports.md", r"up to (\d+) MiB, at least one chunk", transfer._INLINE_BATCH / MIB),
+    ("transports.md", r"by two messages of (\d+) MiB", transfer._INLINE_BATCH / MIB),
+    ("architecture.md", r"Shared memory, in batches of up to (\d+) MiB", transfer._STORE_BATCH / MIB),
+    ("architecture.md", r"the chunks themselves, in batches of up to (\d+) MiB", transfer._INLINE_BATCH / MIB),
+    ("architecture.md", r"Inline, in batches of up to (\d+) MiB", transfer._INLINE_BATCH / MIB),
+    ("architecture.md", r"pauses of ([\d.]+) to \d+ ms", leases._FIRST_PAUSE * 1e3),
+    ("architecture.md", r"pauses of [\d.]+ to (\d+) ms", leases._LONGEST_PAUSE * 1e3),
+    ("architecture.md", r"gets ([\d.]+) s to evict", storing._EVICTION_SECONDS),
+    ("storing.md", r"is given ([\d.]+) s:", storing._EVICTION_SECONDS),
+    ("storing.md", r"when they are not within ([\d.]+) s", storing._EVICTION_SECONDS),
+    ("wire.md", r"A body is read up to (\d+) MiB", http_transport.MAX_BODY / MIB),
+)
+
+
+@pytest.mark.parametrize(("page", "said", "value"), NUMBERS, ids=lambda item: item if isinstance(item, str) else None)
+def test_numbers_are_those_of_the_code(page: str, said: str, value: float) -> None:
+    prose = " ".join(text_of(DOCS / page).split())
+    found = re.findall(said, prose)
+    assert [float(number) for number in found] == [pytest.approx(value)]
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------

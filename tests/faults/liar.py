@@ -21,6 +21,7 @@ import torch
 import lmcache_sdk.kvcache as lmc_sdk
 from lmcache_sdk import LMCacheKVCacheContext
 from lmcache_sdk.layout import dtype_from_name, payload_of_tensors, read_stored_payload
+from lmcache_sdk.values import override
 from tests.fix_fake_server import Chunk, FakeServer, Held
 from tests.integration.patterns import raw_bytes
 from tests.integration.servers import Transport
@@ -62,6 +63,7 @@ class _Pages(dict[str, Page]):
         super().__init__(pages)
         self._server = server
 
+    @override
     def get(self, path: str, default: Any = None) -> Any:
         """The page of a path."""
         if path == "/status" and path not in self:
@@ -107,7 +109,7 @@ class Liar:
     def cache(self, tokens: list[int], seed: int) -> torch.Tensor:
         """Puts a sequence into the cache, as another client would have; what it holds."""
         kv = self.values(len(tokens), seed)
-        pieces = kv.split(CHUNK, dim=2)
+        pieces = torch.split(kv, CHUNK, dim=2)
         self.server.cache(tokens, [Chunk(SHAPE, "bfloat16", raw_bytes(piece)) for piece in pieces], model=MODEL)
         return kv
 
