@@ -154,13 +154,18 @@ def _received_chunks(endpoint: Endpoint, prepared: PreparedRetrieve, count: int)
             raise RemoteProtocolError(
                 f"prepare_retrieve.context.slots: {found} for {count} chunks", path="prepare_retrieve.context.slots"
             )
-        check_disjoint(slots)
-        tensors = [_on_pool(endpoint.pool, slot) for slot in slots]
-    return [as_chunk(tensor, chunk_size) for tensor in tensors]
+        check_disjoint(slots, "prepare_retrieve.context.slots")
+        return [
+            _on_pool(endpoint.pool, slot, chunk_size, f"prepare_retrieve.context.slots[{index}]")
+            for index, slot in enumerate(slots)
+        ]
+    return [as_chunk(tensor, chunk_size, f"prepare_retrieve.data[{index}]") for index, tensor in enumerate(tensors)]
 
 
-def _on_pool(pool: memoryview, slot: Slot) -> torch.Tensor:
-    return slot_view(pool, offset=slot.offset, length=slot.length, shape=slot.shape, dtype_name=slot.dtype)
+def _on_pool(pool: memoryview, slot: Slot, chunk_size: int, path: str) -> torch.Tensor:
+    """A slot as `[kv, layer, token, hidden]` on the pool."""
+    view = slot_view(pool, offset=slot.offset, length=slot.length, shape=slot.shape, dtype_name=slot.dtype, path=path)
+    return as_chunk(view, chunk_size, path)
 
 
 def _agreed_layout(chunks: Sequence[torch.Tensor], layout: KVLayout | None, chunk_size: int) -> KVLayout:
@@ -198,21 +203,20 @@ class KVSlotWriter:
     def check(self, prepared: PreparedStore) -> None:
         """Raises RemoteProtocolError unless every slot has the bytes, the dtype and the shape of a chunk."""
         slots = prepared.slots or ()
-        check_disjoint(slots)
+        check_disjoint(slots, "prepare_store.context.slots")
         expected = self._layout.chunk_shape(self._chunk_size)
         for index, slot in enumerate(slots):
-            view = as_chunk(_on_pool(self._pool, slot), self._chunk_size)
+            where = f"prepare_store.context.slots[{index}]"
+            view = _on_pool(self._pool, slot, self._chunk_size, where)
             if tuple(view.shape) != expected or view.dtype != self._layout.dtype:
-                where = f"prepare_store.context.slots[{index}]"
-                raise RemoteProtocolError(
-                    f"{where}: {list(view.shape)} {view.dtype}, expected {list(expected)} {self._layout.dtype}",
-                    path=where,
-                )
+                found, wanted = f"{list(view.shape)} {view.dtype}", f"{list(expected)} {self._layout.dtype}"
+                raise RemoteProtocolError(f"{where}: {found}, expected {wanted}", path=where)
 
     def write(self, prepared: PreparedStore) -> None:
         """Fills every slot."""
         for slot, index in zip(prepared.slots or (), prepared.chunk_indices, strict=True):
-            pack_chunk(self._kv, self._first_chunk + index, self._chunk_size, _on_pool(self._pool, slot))
+            out = _on_pool(self._pool, slot, self._chunk_size, "prepare_store.context.slots")
+            pack_chunk(self._kv, self._first_chunk + index, self._chunk_size, out)
 
     def snapshot(self) -> KVSlotWriter:
         """The same range of a copy that nobody else has."""

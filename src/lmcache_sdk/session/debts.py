@@ -63,10 +63,11 @@ class DebtBook:
             return not self._debts
 
     def settle_key(self, key: Hashable, deadline: Deadline, step: str) -> None:
-        """Returns once no debt has this key; raises DeadlineExceededError when that takes too long."""
+        """Returns once no debt has an open transfer of this key; raises DeadlineExceededError when it takes too long."""
         while True:
             with self._changed:
-                owed = [debt for debt in self._debts if debt.key == key]
+                # an unanswered LOOKUP forbids nothing: a new call has a request id of its own
+                owed = [debt for debt in self._debts if debt.key == key and debt.operation.transfer_open]
                 if not owed:
                     return
                 if all(debt.claimed for debt in owed):

@@ -245,6 +245,11 @@ class ReadLease:
         return self._commit_rest(deadline) and self._free_rest(deadline)
 
     @property
+    def transfer_open(self) -> bool:
+        """Whether a PREPARE_RETRIEVE of ours is unresolved; a LOOKUP that is not forbids nothing."""
+        return bool(self._prepared)
+
+    @property
     def forbids_unregister(self) -> bool:
         """Never: read locks do not publish anything."""
         return False

@@ -11,6 +11,7 @@ no engine holds the model any more; that is no error of the call.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from typing import Final, Protocol, TypeVar
@@ -39,6 +40,10 @@ class Obligation(Protocol):
 
     stuck: str
     """Why only the server's TTL can end it; empty while an answer can."""
+
+    @property
+    def transfer_open(self) -> bool:
+        """Whether a PREPARE or COMMIT of ours is unresolved: no other transfer of the same key may begin then."""
 
     @property
     def forbids_unregister(self) -> bool:
@@ -191,11 +196,21 @@ class Operation:
                 obligation.last_resort()
             except KVCacheSDKError as error:
                 _log.debug("%s: %s", self.name, error)
+        if self._open and not self.channel.broken:
+            self._open = False
+            with contextlib.suppress(KVCacheSDKError):
+                # it cancels nothing, and nothing of this session follows any more
+                self.channel.submit(EndSession(request_id=self.request_id))
 
     @property
     def stuck(self) -> str:
         """Why only the server's TTL can end what is owed; empty while an answer can."""
         return next((obligation.stuck for obligation in self._obligations if obligation.stuck), "")
+
+    @property
+    def transfer_open(self) -> bool:
+        """Whether a transfer of ours is unresolved on the server."""
+        return any(obligation.transfer_open for obligation in self._obligations)
 
     @property
     def owing(self) -> bool:

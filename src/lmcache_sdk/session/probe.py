@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-from lmcache_sdk.errors import KVCacheSDKError, TransportError
+from lmcache_sdk.errors import ConnectError, KVCacheSDKError, TransportError
 from lmcache_sdk.protocol import StatusDocument, parse_status, registered_models
 from lmcache_sdk.session.addresses import Addresses
 from lmcache_sdk.session.deadline import Deadline
@@ -63,14 +63,24 @@ class HttpProbe:
                 self._drop()
 
     def _ask(self, deadline: Deadline) -> StatusDocument:
-        if self._http is None:
-            self._http = HttpConversation(self._http_url, self._api_key, deadline)
-        self._http.rebind(deadline)
+        reused = self._http is not None
         try:
-            return parse_status(self._http.get("/status"))
+            return self._get(deadline)
+        except ConnectError:
+            # a server hangs up on connections that were idle for seconds, and the question may have crossed that
+            self._drop()
+            if not reused:
+                raise
+            return self._get(deadline)
         except BaseException:
             self._drop()
             raise
+
+    def _get(self, deadline: Deadline) -> StatusDocument:
+        if self._http is None:
+            self._http = HttpConversation(self._http_url, self._api_key, deadline)
+        self._http.rebind(deadline)
+        return parse_status(self._http.get("/status"))
 
     def _drop(self) -> None:
         http, self._http = self._http, None

@@ -114,9 +114,10 @@ class Reservation:
     def _take_slots(self, prepared: PreparedStore) -> None:
         """Notes what PREPARE_STORE gave; refuses what it cannot have given."""
         if prepared.slots is None:
-            self._machine.record(Event.NO_SLOTS_GIVEN)
+            # an illegal answer says nothing about what was reserved
             where = "prepare_store.context"
-            raise RemoteProtocolError(f"{where}: no slots from a server that announced a pool", path=where)
+            self.stuck = f"{where}: no slots from a server that announced a pool"
+            raise RemoteProtocolError(self.stuck, path=where)
         self._machine.record(Event.SLOTS_GIVEN if prepared.slots else Event.NO_SLOTS_GIVEN)
         self._indices = prepared.chunk_indices
         if self._indices and self._indices[-1] >= self._num_chunks:
@@ -173,9 +174,12 @@ class Reservation:
         if self._machine.state not in _DONE and self._commit is None:
             self._complete(deadline)
         if self._machine.state not in _DONE and self._commit is not None:
-            committed = self._operation.settle(self._commit, deadline)
+            commit = self._commit
+            committed = self._operation.settle(commit, deadline)
             if committed is not None:
                 self._take_verdict(committed.success)
+            elif commit.settled:
+                self._take_verdict(accepted=False)  # answered, illegally: no reservation any more, and no proof
         if self._machine.state in _DONE:
             return True
         self._keep_copy()
@@ -213,6 +217,11 @@ class Reservation:
             return False
         self._machine.record(Event.TTL_PASSED)
         return True
+
+    @property
+    def transfer_open(self) -> bool:
+        """Whether it is unresolved."""
+        return self._machine.state not in _DONE
 
     @property
     def forbids_unregister(self) -> bool:
