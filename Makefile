@@ -12,7 +12,7 @@ CLEAN := .venvs/clean
 PIP   := -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo fmt lint layers types surface test fast golden interop wheel fuzz cov check clean docs
+.PHONY: help setup demo fmt lint layers types surface test fast golden interop faults soak wheel fuzz cov check clean docs
 
 help: ## prints these lines
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -59,6 +59,16 @@ golden: $(READY) ## the recorded bytes: intact, complete, and what the codec mak
 interop: $(READY) ## against eight real servers, both data planes (makes their environment once: minutes, 4 GB)
 	$(BIN)/python tests/integration/make_env.py
 	LMCACHE_SDK_REQUIRE_INTEROP=1 $(BIN)/pytest tests/integration -m interop
+
+faults: $(READY) ## 86 faults on real and scripted servers; prints the table of outcomes and verdicts (about 20 minutes)
+	$(BIN)/python tests/integration/make_env.py
+	LMCACHE_SDK_REQUIRE_INTEROP=1 $(BIN)/pytest tests/faults -m faults -p no:randomly
+
+SECONDS  ?= 600
+RELEASES ?= 0.5.6 0.5.7rc2
+soak: $(READY) ## ten minutes of load on real servers that are frozen and killed; SECONDS=60 SEED=... RELEASES=...
+	$(BIN)/python tests/integration/make_env.py
+	$(BIN)/python -m tests.soak --seconds $(SECONDS) --releases $(RELEASES) $(if $(SEED),--seed $(SEED))
 
 wheel: $(READY) ## builds the wheel, installs it in a clean environment, checks it there as a user would
 	rm -rf dist/wheel

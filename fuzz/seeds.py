@@ -44,6 +44,7 @@ def payload_seeds() -> Iterator[tuple[str, bytes]]:
             yield f"by-hand-{chunks}-{dtype}", bytes([payloads.STORED]) + bytes(frame[frame.index(0x80) :])
     for name, payload in _short_payloads():
         yield f"short-{name}", bytes([1 << payloads.COUNT_SHIFT]) + payload
+    yield from _refused_payloads()
     latin = b"\x80\x02]c_codecs\nencode\nX\x02\x00\x00\x00ab\x8c\x06latin1\x86Ra."
     yield "latin1", bytes([payloads.STORED]) + latin
     frombuffer = b"\x80\x04]cnumpy\nfrombuffer\nC\x04abcd\x8c\x02u1\x86Ra."
@@ -52,24 +53,48 @@ def payload_seeds() -> Iterator[tuple[str, bytes]]:
 
 def _short_payloads() -> Iterator[tuple[str, bytes]]:
     """One tensor in as few opcodes as there can be: most executions start from these, and they are the fastest."""
-    for name, kind, typed, count, raw in (
-        ("half", b"ctorch\nHalfStorage\n", b"", 1, b"ab"),
-        ("long", b"ctorch\nLongStorage\n", b"", 2, bytes(16)),
-        ("float8", b"ctorch.storage\nUntypedStorage\n", b"ctorch\nfloat8_e5m2\n", 3, b"abc"),
-    ):
-        streams = (
-            b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19",
-            b"M\xe9\x03",
-            b"}(X\x0d\x00\x00\x00little_endian\x88u",
-            b"(\x8c\x07storage" + kind + b"\x8c\x010\x8c\x03cpuK" + bytes([count]) + b"NtQ",
-            b"]\x8c\x010a",
-        )
-        storage = b"".join(b"\x80\x02" + stream + b"." for stream in streams) + count.to_bytes(8, "little") + raw
-        loaded = b"ctorch.storage\n_load_from_bytes\nC" + bytes([len(storage)]) + storage + b"\x85R"
-        rebuild = b"_rebuild_tensor_v3" if typed else b"_rebuild_tensor_v2"
-        numbers = b"K\x00K" + bytes([count]) + b"\x85K\x01\x85\x89"
-        hooks = b"ccollections\nOrderedDict\n)R"
-        yield name, b"\x80\x04]ctorch._utils\n" + rebuild + b"\n(" + loaded + numbers + hooks + typed + b"tRa."
+    yield "half", _list_of(_short_tensor(b"ctorch\nHalfStorage\n", b"", 1, b"ab"))
+    yield "long", _list_of(_short_tensor(b"ctorch\nLongStorage\n", b"", 2, bytes(16)))
+    yield "float8", _list_of(_short_tensor(b"ctorch.storage\nUntypedStorage\n", b"ctorch\nfloat8_e5m2\n", 3, b"abc"))
+
+
+def _refused_payloads() -> Iterator[tuple[str, bytes]]:
+    """Just over a limit each: the same tensor or text twice, too many opcodes, a call where there may be none."""
+    tensor = _short_tensor(b"ctorch\nByteStorage\n", b"", 40, bytes(40))
+    sixty_four = 2 << payloads.COUNT_SHIFT | 1 << payloads.ROOM_SHIFT
+    yield "refused-tensor-twice", bytes([sixty_four]) + b"\x80\x04]" + tensor + b"q\x00ah\x00a."
+    encode = b"c_codecs\nencode\n\x8c%s\x8c\x06latin1\x86"
+    again = b"q\x00R" + b"c_codecs\nencode\nh\x00R" * 4
+    yield "refused-text-twice", bytes([payloads.STORED]) + b"\x80\x04" + encode % (b"\x40" + b"a" * 64) + again + b"."
+    yield "refused-text", bytes([payloads.STORED]) + b"\x80\x04" + encode % b"\x03\xe2\x82\xac" + b"R."
+    yield "refused-opcodes", bytes([0]) + b"\x80\x04" + b"N0" * 600 + b"]."
+    called = _short_tensor(b"ctorch\nHalfStorage\n)R", b"", 1, b"ab")
+    yield "refused-call", bytes([1 << payloads.COUNT_SHIFT]) + _list_of(called)
+    large = b"(" + b"\x8a\x06\x00\x00\x00\x00\x00\x01" * 2 + b"t"
+    yield (
+        "refused-large",
+        bytes([1 << payloads.COUNT_SHIFT]) + _list_of(tensor.replace(b"K\x28\x85K\x01\x85", large * 2)),
+    )
+
+
+def _list_of(tensor: bytes) -> bytes:
+    return b"\x80\x04]" + tensor + b"a."
+
+
+def _short_tensor(kind: bytes, typed: bytes, count: int, raw: bytes) -> bytes:
+    streams = (
+        b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19",
+        b"M\xe9\x03",
+        b"}(X\x0d\x00\x00\x00little_endian\x88u",
+        b"(\x8c\x07storage" + kind + b"\x8c\x010\x8c\x03cpuK" + bytes([count]) + b"NtQ",
+        b"]\x8c\x010a",
+    )
+    storage = b"".join(b"\x80\x02" + stream + b"." for stream in streams) + count.to_bytes(8, "little") + raw
+    loaded = b"ctorch.storage\n_load_from_bytes\nC" + bytes([len(storage)]) + storage + b"\x85R"
+    rebuild = b"_rebuild_tensor_v3" if typed else b"_rebuild_tensor_v2"
+    numbers = b"K\x00K" + bytes([count]) + b"\x85K\x01\x85\x89"
+    hooks = b"ccollections\nOrderedDict\n)R"
+    return b"ctorch._utils\n" + rebuild + b"\n(" + loaded + numbers + hooks + typed + b"tR"
 
 
 def frame_seeds() -> Iterator[tuple[str, bytes]]:
@@ -117,6 +142,7 @@ def document_seeds() -> Iterator[tuple[str, bytes]]:
                 status = {"chunk_size": 256, "cache_context_meta": {"7": _small(entry)}}
                 yield f"status-{kind}", bytes([documents.STATUS]) + _json(status)
                 yield f"layout-{kind}", bytes([documents.LAYOUT]) + _json(_small(layout))
+    yield from _contradictions()
     driven = {"model_name": "m", "world_size": 1, "block_size": 16, "use_mla": False}
     l1 = {"total_object_count": 1, "write_ttl_seconds": 600, "read_ttl_seconds": 300.0}
     status = {
@@ -131,6 +157,28 @@ def document_seeds() -> Iterator[tuple[str, bytes]]:
     yield "config", bytes([documents.CONFIG]) + _json({"mp": mp})
     for version in ("0.5.6", "v0.5.7rc2", "0.5.5.post1+cpu", "0.5.7.dev3"):
         yield f"version-{version}", bytes([documents.VERSION]) + _json(version)
+
+
+def _contradictions() -> Iterator[tuple[str, bytes]]:
+    """Entries that say two things, or more than fits; each is refused for its own reason, or read the rarer way."""
+    plain, two_hs = "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_BS_NH_TWO_HS"
+    for name, changes in (
+        ("mla", {"is_mla": True}),
+        ("memory", {"engine_kv_concrete_shape": f"2 x [2, {2**31 - 1}, 16, {2**31 - 1}, 64]"}),
+        ("width", {"engine_kv_concrete_shape": f"2 x [2, 1, 16, {2**20}, {2**20}]"}),
+        ("text", {"engine_kv_concrete_shape": "x" * 201}),
+        ("odd", {"engine_kv_format": "NL_X_NB_BS_NH_CS", "engine_kv_concrete_shape": "2 x [8, 16, 1, 3]"}),
+        ("unknown", {"engine_kv_format": two_hs, "engine_kv_concrete_shape": "Unknown (a.b)"}),
+        ("fused", {"engine_kv_format": two_hs, "engine_kv_concrete_shape": "2 x [8, 16, 1, 2, 64]"}),
+        ("planes", {"engine_kv_format": two_hs, "engine_kv_concrete_shape": "2 x [8, 16, 1, 2, 128]"}),
+    ):
+        group: dict[str, object] = {
+            "num_layers": 2, "tokens_per_block": 16, "slots_per_block": 16, "dtype": "torch.bfloat16",
+            "engine_kv_concrete_shape": "2 x [2, 8, 16, 1, 64]", "engine_kv_format": plain, "is_mla": False, **changes,
+        }  # fmt: skip
+        for size in (256, 512, 1024) if name == "fused" else (512,):
+            layout = {"cache_size_per_token": size, "kernel_groups": [group]}
+            yield f"contradiction-{name}-{size}", bytes([documents.ENTRY]) + _json({"kv_cache_layout": layout})
 
 
 def _small(value: Any) -> Any:

@@ -71,10 +71,11 @@ def test_a_batch_is_whole_or_nothing() -> None:
         pool.close()
 
 
-@pytest.mark.parametrize("shape", [(0,), (-1,), (2, -3), (2**62, 2**62)])
+@pytest.mark.parametrize("shape", [(0,), (-1,), (2, -3)])
 def test_absurd_shapes_are_refused(shape: tuple[int, ...]) -> None:
     pool = Pool(SIZE)
     try:
+        assert pool.allocate((2**62, 2**62), torch.float32, 1) is None
         with pytest.raises(UsageError):
             pool.allocate(shape, torch.float32, 1)
         assert pool.used_nbytes == 0

@@ -258,6 +258,35 @@ def test_free_twice_steals(release: str) -> None:
         assert server.leases() == 0
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_second_lookup_adds_locks_and_replaces_the_result(release: str) -> None:
+    """FREE before its result was asked for goes by the key, the first result, or the second, as releases differ."""
+    with running(release) as (server, client):
+        client.call(registration(1))
+        store_inline(client, tokens_of(0, 4 * CHUNK), chunks(4))
+        assert hit(client, tokens_of(0), "r") == 2
+        client.call(lookup(tokens_of(0, 4 * CHUNK), "r"))
+        assert server.leases() == 6
+        client.call(free(tokens_of(0, 4 * CHUNK), "r"))
+        # only 0.5.4 still goes by the first result
+        assert server.leases() == (4 if release == "0.5.4" else 2)
+
+
+@every_release
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_commit_retrieve_of_a_wrong_key(release: str, prepared: bool) -> None:
+    """It is true to whoever has not prepared; after a prepare the key is looked at, once."""
+    with running(release) as (_, client):
+        client.call(registration(1))
+        store_inline(client, tokens_of(0), chunks(2))
+        hit(client, tokens_of(0), "r")
+        if prepared:
+            client.call(prepare_retrieve(1, key(tokens_of(0), request_id="r")))
+        wrong = commit_retrieve(1, key(tokens_of(0), request_id="r", end=20))
+        assert client.is_silent(wrong) is prepared
+        assert client.call(wrong).success
+
+
 @pytest.mark.parametrize("readers", [1, 5, 128, 1000])
 def test_readers_are_counted_up_to_a_limit(readers: int) -> None:
     with running() as (server, client):

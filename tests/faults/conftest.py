@@ -32,7 +32,7 @@ BOTH: Final = [("0.5.6", transport) for transport in TRANSPORTS]
 EVERYWHERE: Final = [(release, transport) for release in ("0.5.6", "0.5.0", "0.5.7rc2") for transport in TRANSPORTS]
 SHM_EVERYWHERE: Final = [place for place in EVERYWHERE if place[1] == "shm"]
 
-WHERE: Final = ("shared_world", "own_world", "hasty_world", "place")
+WHERE: Final = ("shared_world", "own_world", "hasty_world", "reaped", "server")
 """Parameters that say on which server of which transport a test runs."""
 
 _FAULT: Final = pytest.StashKey[Fault]()

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -21,7 +21,6 @@ import torch
 import lmcache_sdk.kvcache as lmc_sdk
 from lmcache_sdk import LMCacheKVCacheContext
 from lmcache_sdk.layout import dtype_from_name, payload_of_tensors, read_stored_payload
-from lmcache_sdk.values import override
 from tests.fix_fake_server import Chunk, FakeServer, Held
 from tests.integration.patterns import raw_bytes
 from tests.integration.servers import Transport
@@ -56,43 +55,28 @@ LAYOUT: Final[dict[str, Any]] = {
 ENTRY: Final[dict[str, Any]] = {"model_name": MODEL, "world_size": 1, "kv_cache_layout": LAYOUT}
 
 
-class _Pages(dict[str, Page]):
-    """Pages, of which /status names who is registered at this moment."""
-
-    def __init__(self, server: FakeServer, pages: Mapping[str, Page]) -> None:
-        super().__init__(pages)
-        self._server = server
-
-    @override
-    def get(self, path: str, default: Any = None) -> Any:
-        """The page of a path."""
-        if path == "/status" and path not in self:
-            return self.status()
-        return super().get(path, default)
-
-    def status(self, **changes: Any) -> Page:
-        """/status as it is, with changes."""
-        known = self._server.instances
-        fields: dict[str, Any] = {
-            "cache_context_meta": {"1": ENTRY},
-            "registered_non_cuda_instance_ids": list(known),
-            "non_cuda_context_meta": {
-                str(number): {"model_name": known[number].model_name, "world_size": 1} for number in known
-            },
-        }
-        return status_page(**{**fields, **changes})
-
-
 class Liar:
     """See the module; made by `liar`."""
 
-    def __init__(self, server: FakeServer, port: MessagePort, http: HttpPort, pages: _Pages) -> None:
+    def __init__(self, server: FakeServer, port: MessagePort, http: HttpPort) -> None:
         self.server = server
-        self.pages = pages
+        self.pages = http.pages
+        self.pages["/status"] = self.status
         self.transport: Transport = "inline" if server.pool is None else "shm"
         self.url = port.url
         self.http_url = http.url
         self.contexts = contextlib.ExitStack()
+
+    def status(self, **changes: Any) -> Page:
+        """/status as it is at this moment, with changes."""
+        known = self.server.instances
+        clients = {str(each): {"model_name": known[each].model_name, "world_size": 1} for each in known}
+        fields = {
+            "cache_context_meta": {"1": ENTRY},
+            "registered_non_cuda_instance_ids": list(known),
+            "non_cuda_context_meta": clients,
+        }
+        return status_page(**{**fields, **changes})
 
     def connect(self, timeout: float = T) -> LMCacheKVCacheContext:
         """A context on its model."""
@@ -144,13 +128,9 @@ def liar(release: str, transport: Transport) -> Iterator[Liar]:
             return [raw_bytes(tensor) for tensor in tensors]
 
         server._pack, server._unpack = pack, unpack
-        http = HttpPort()
         config_path = "/conf" if release == "0.5.0" else "/config"
-        pages = _Pages(server, {"/lmc_version": page(release), config_path: config_page(shm_name=name)})
-        http.pages = pages
-        port = stack.enter_context(MessagePort(server))
-        stack.enter_context(http)
-        made = Liar(server, port, http, pages)
+        http = stack.enter_context(HttpPort({"/lmc_version": page(release), config_path: config_page(shm_name=name)}))
+        made = Liar(server, stack.enter_context(MessagePort(server)), http)
         stack.callback(made.contexts.close)
         yield made
 

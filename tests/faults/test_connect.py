@@ -24,7 +24,7 @@ from lmcache_sdk import (
     UsageError,
 )
 from lmcache_sdk import protocol as p
-from tests.fix_faults import payload, says, silence, value
+from tests.fix_faults import payload, reframed, silence, value
 from tests.session.ports import HttpPort, Page, RawPort, closed_port, page, stay_silent
 
 from .conftest import everywhere
@@ -134,6 +134,8 @@ def forwarding(target: int) -> Iterator[int]:
             back = threading.Thread(target=pump, args=(inner, connection))
             back.start()
             pump(connection, inner)
+            with contextlib.suppress(OSError):
+                inner.shutdown(socket.SHUT_RDWR)
             back.join(5)
 
     with RawPort(talk) as port:
@@ -301,9 +303,9 @@ def test_status(fault: Fault, server: Liar, form: str) -> None:
         "503": Page(b"{}", 503),
         "html": Page(b"<html>"),
         "empty": Page(b""),
-        "chunk 0": server.pages.status(chunk_size=0),
+        "chunk 0": server.status(chunk_size=0),
         "endless list": Page(b"[" + b"0," * 2_000_000),
-        "meta a list": server.pages.status(cache_context_meta=[ENTRY]),
+        "meta a list": server.status(cache_context_meta=[ENTRY]),
     }
     server.pages["/status"] = pages[form]
     kinds = (RemoteProtocolError, HTTPStatusError)
@@ -315,12 +317,12 @@ def test_status(fault: Fault, server: Liar, form: str) -> None:
 @pytest.mark.parametrize("form", STATUSES)
 def test_status_entry(fault: Fault, server: Liar, form: str) -> None:
     """The model's own entry is wrong: connecting fails with the field's path, or stores are refused with it."""
-    server.pages["/status"] = server.pages.status(cache_context_meta=STATUSES[form])
+    server.pages["/status"] = server.status(cache_context_meta=STATUSES[form])
     said = ""
 
     def whole() -> None:
         with lmc_sdk.connect(server.url, server.http_url, MODEL, T) as ctx:
-            server.pages.pop("/status")
+            server.pages["/status"] = server.status
             ctx.store(server.values(4, 1), [1, 2, 3, 4])
 
     error = fault.error(whole, KVCacheSDKError, within=1.0, says="cache_context_meta.1")
@@ -335,9 +337,9 @@ def test_status_entry_that_is_only_unknown(fault: Fault, server: Liar, form: str
     """What is cached describes itself: reading works, storing says what is not known."""
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     kv = server.cache(tokens, 2)
-    server.pages["/status"] = server.pages.status(cache_context_meta=UNSTORABLE[form])
+    server.pages["/status"] = server.status(cache_context_meta=UNSTORABLE[form])
     with lmc_sdk.connect(server.url, server.http_url, MODEL, T) as ctx:
-        server.pages.pop("/status")
+        server.pages["/status"] = server.status
         error = fault.error(lambda: ctx.store(kv, tokens), KVCacheSDKError, within=0.5)
         assert "Tensor" in str(error) or "NEW_FORMAT" in str(error), error
         fault.exact(ctx.retrieve(tokens), kv)
@@ -373,10 +375,15 @@ def test_pool_that_cannot_be(fault: Fault, server: Liar, form: str) -> None:
 @pytest.mark.row("11.15")
 @pytest.mark.parametrize("form", ["garbage", "void", "silence", "a list"])
 def test_register_is_not_answered_right(fault: Fault, server: Liar, form: str) -> None:
-    action = {"garbage": payload(b"\xc1"), "void": says(p.Void()), "silence": silence, "a list": value([])}[form]
+    action = {
+        "garbage": payload(b"\xc1"),
+        "void": reframed(lambda frames: frames[:2]),
+        "silence": silence,
+        "a list": value([]),
+    }[form]
     server.server.on(p.Register, action)
     kind = DeadlineExceededError if form == "silence" else RemoteProtocolError
     within = T + SLACK if form == "silence" else 0.5
     fault.error(lambda: connect_liar(server), kind, within=within, says="REGISTER" if form == "silence" else "")
     server.server.wait_until(lambda: not server.server.instances)
-    assert json.loads(server.pages.status().body)["non_cuda_context_meta"] == {}
+    assert json.loads(server.status().body)["non_cuda_context_meta"] == {}

@@ -17,7 +17,7 @@ from tests.fix_fake_server import Action, Delivery, Turn
 from tests.fix_faults import changed, loading, payload, reframed, says, silence, value, wrong_opcode, wrong_uid
 
 from .conftest import TRANSPORTS
-from .liar import CHUNK, SHAPE, Liar, T, liar
+from .liar import CHUNK, Liar, T, liar
 from .report import SLACK, Fault
 
 RELEASES: Final = ("0.5.6", "0.5.0", "0.5.7rc2")
@@ -61,21 +61,6 @@ def lied_to(
     fault.error(lambda: ctx.retrieve(tokens), kind, within=within)
     fault.exact(ctx.retrieve(tokens), kv, "the next retrieve")
     server.judge(fault)
-
-
-def store_lied_to(
-    fault: Fault, server: Liar, request: type[p.Request[Any]], action: Action, *, reservations: int
-) -> None:
-    """A store of two chunks that meets this lie fails; others go on, and nothing unwritten is ever published."""
-    tokens, others = new_tokens(), new_tokens()
-    kv = server.values(2 * CHUNK, 2)
-    ctx = server.connect()
-    server.server.on(request, action)
-    fault.error(lambda: ctx.store(kv, tokens), RemoteProtocolError, within=1.0)
-    assert ctx.store(kv, others)
-    fault.exact(ctx.retrieve(others), kv, "others")
-    fault.never(ctx.retrieve(tokens) is not None if not reservations else False, "something was published")
-    server.judge(fault, reservations=reservations)
 
 
 # ---- code ------------------------------------------------------------------------------------------------------------
@@ -192,14 +177,27 @@ def test_replies_to_nobody(fault: Fault, server: Liar, lie: Action) -> None:
     fault.error(lambda: ctx.retrieve(tokens), DeadlineExceededError, within=T + SLACK, says="LOOKUP")
     fault.exact(ctx.retrieve(tokens), kv, "the next retrieve")
 
-    def before_the_real_one(turn: Turn) -> list[Delivery]:
-        real = turn.frames(turn.handle())
-        return [*(Delivery(delivery.frames) for delivery in lie(turn)), Delivery(real)]
+    server.judge(fault)
 
-    server.server.on(p.PrepareRetrieve, before_the_real_one)
-    if lie is not wrong_uid:  # which has taken the answer of the fake server already
-        server.server.on(p.PrepareRetrieve)
-    server.contexts.close()
+
+@pytest.mark.row("11.4")
+@on_056
+def test_replies_to_nobody_before_the_real_one(fault: Fault, server: Liar) -> None:
+    tokens = new_tokens()
+    kv = server.cache(tokens, 3)
+    ctx = server.connect()
+
+    def among_others(turn: Turn) -> list[Delivery]:
+        real = turn.frames(turn.handle())
+        strange = [[msgspec.msgpack.encode(2**40), *real[1:]], [b"\xc1", b"\xc1"], [b""], [b"", *real[1:]]]
+        return [*(Delivery(frames) for frames in strange), Delivery(real), Delivery(real)]
+
+    requests: list[type[p.Request[Any]]] = [p.Lookup, *READS]
+    for request in requests:
+        server.server.on(request, among_others)
+    fault.exact(ctx.retrieve(tokens), kv, "among strange replies")
+    fault.exact(ctx.retrieve(tokens), kv, "the next retrieve")
+    server.judge(fault)
 
 
 @pytest.mark.row("11.5")
@@ -391,14 +389,14 @@ BAD_WRITES: Final[dict[str, tuple[str, Callable[[dict[str, Any]], object]]]] = {
 )
 def test_slots_to_write(fault: Fault, server: Liar, form: str) -> None:
     """The server holds what it reserved; it cannot be completed, and it is not published by leaving."""
-    before = bytes(server.server.pool or b"")
     action = write_slots(BAD_WRITES[form][1])
     tokens = new_tokens()
     kv = server.values(2 * CHUNK, 6)
     ctx: LMCacheKVCacheContext = server.connect()
     before = bytes(server.server.pool or b"")
     server.server.on(p.PrepareStore, action)
-    fault.error(lambda: ctx.store(kv, tokens), RemoteProtocolError, within=1.0, says="prepare_store")
+    error = fault.error(lambda: ctx.store(kv, tokens), RemoteProtocolError, within=1.0)
+    assert "slot" in error.path or "prepare_store" in error.path or "object" in error.path, error.path
     fault.never(bytes(server.server.pool or b"") != before, "something was written")
     fault.never(p.CommitStore in map(type, server.server.requests[-2:]), "it was committed")
     # the same tokens again: refused at once or blocked, never a second PREPARE and never True
@@ -444,4 +442,3 @@ def test_a_late_reply_is_not_mixed_up(fault: Fault, server: Liar) -> None:
     fault.error(lambda: ctx.retrieve(tokens), DeadlineExceededError, within=T + SLACK)
     fault.exact(ctx.retrieve(others), others_kv, "others")
     fault.exact(ctx.retrieve(tokens), kv, "the same")
-    assert SHAPE[2] == CHUNK

@@ -128,12 +128,15 @@ def page(document: object) -> Page:
     return Page(json.dumps(document).encode())
 
 
-class HttpPort(_Port):
-    """Serves `pages` by path, 404 for others; each page may be changed at any time."""
+Pages = Mapping[str, Page | Callable[[], Page]]
 
-    def __init__(self, pages: Mapping[str, Page] | None = None, *, keep_alive: bool = True) -> None:
+
+class HttpPort(_Port):
+    """Serves `pages` by path, 404 for others; each page may be changed at any time, or be made when it is asked for."""
+
+    def __init__(self, pages: Pages | None = None, *, keep_alive: bool = True) -> None:
         super().__init__()
-        self.pages: dict[str, Page] = dict(pages or {})
+        self.pages: dict[str, Page | Callable[[], Page]] = dict(pages or {})
         self.visits: list[Visit] = []
         self.num_connections = 0
         port = self
@@ -149,7 +152,8 @@ class HttpPort(_Port):
 
             def do_GET(self) -> None:
                 port.visits.append(Visit(self.path, {name.lower(): text for name, text in self.headers.items()}))
-                found = port.pages.get(self.path, Page(b'{"detail": "Not Found"}', 404))
+                wanted = port.pages.get(self.path, Page(b'{"detail": "Not Found"}', 404))
+                found = wanted if isinstance(wanted, Page) else wanted()
                 with suppress(OSError):  # the client may have left
                     self.send_response(found.status)
                     for name, text in {"Content-Length": str(len(found.body)), **found.headers}.items():

@@ -22,8 +22,8 @@ class Book:
         self.back: list[Operation] = []
         self.book = DebtBook(self.changed, self.back.append)
 
-    def add(self, key: object, *answers: bool, stuck: str = "") -> tuple[Operation, Debt]:
-        debt = Debt(list(answers), stuck=stuck)
+    def add(self, key: object, *answers: bool, stuck: str = "", transfer_open: bool = True) -> tuple[Operation, Debt]:
+        debt = Debt(list(answers), stuck=stuck, transfer_open=transfer_open)
         operation = Desk().operation
         operation.owe(debt)
         self.book.add(key, operation)
@@ -68,6 +68,13 @@ def test_a_call_on_the_same_tokens_waits_for_them(kept: Book, clock: FakeClock) 
 def test_a_call_on_other_tokens_does_not_wait(kept: Book, clock: FakeClock) -> None:
     kept.add("a")
     kept.book.settle_key("b", Deadline.after(10), "store")
+    assert len(kept.book) == 1
+
+
+def test_what_is_no_transfer_does_not_keep_the_same_tokens(kept: Book, clock: FakeClock) -> None:
+    """Locks of an earlier lookup belong to another session: nothing of theirs meets this call's."""
+    kept.add("a", transfer_open=False)
+    kept.book.settle_key("a", Deadline.after(10), "store")
     assert len(kept.book) == 1
 
 

@@ -225,7 +225,8 @@ def test_the_last_words_of_an_unknown_hit_are_a_free_only_where_it_cannot_steal(
     desk.operation.give_up()
     bound = p.DIALECTS[release].free_needs_live_session
     assert len(desk.freed()) == (1 if bound else 0)
-    assert desk.server.held() == Held(read_locks=0 if bound else 2, sessions=1)
+    assert desk.server.held() == Held(read_locks=0 if bound else 2)
+    assert desk.ended_last_and_once()
 
 
 @every_release
@@ -493,5 +494,6 @@ def test_whatever_happens_to_the_messages(
     held = desk.server.held()
     assert held.stolen == 0 and desk.server.malformed == []
     assert desk.server.names().count("EndSession") <= 1
-    assert hit in (None, cached)
+    # a status reply whose last frame is missing is the wire's own "still loading": the number, delivered once, is gone
+    assert hit in (None, cached) or (hit == 0 and Fault.TRUNCATE in received.values())
     assert len(desk.freed()) <= 1 and len(desk.server.asked(p.CommitRetrieve)) <= 1

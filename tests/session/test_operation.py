@@ -22,6 +22,7 @@ class Debt:
     answers: list[bool]
     stuck: str = ""
     forbids_unregister: bool = False
+    transfer_open: bool = False
     asked: int = 0
     last_words: int = 0
     raises: KVCacheSDKError | None = None

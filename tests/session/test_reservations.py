@@ -240,14 +240,14 @@ def test_a_prepare_that_is_never_answered_is_given_up_with_its_ttl_and_never_sen
     assert desk.ended_last_and_once()
 
 
-def test_giving_up_says_nothing() -> None:
+def test_giving_up_ends_the_session_and_commits_nothing() -> None:
     desk = store_desk(seconds=1.0)
     desk.server.on(p.PrepareStore, silence)
     with pytest.raises(DeadlineExceededError):
         desk.reservation().store_slots(Writer(desk))
     desk.finish()
     desk.operation.give_up()
-    assert desk.server.names() == ["PrepareStore"]
+    assert desk.server.names() == ["PrepareStore", "EndSession"]
 
 
 # ---- COMMIT is late --------------------------------------------------------------------------------------------------
@@ -348,14 +348,14 @@ def test_slots_that_do_not_fit_are_neither_written_nor_published() -> None:
     assert desk.finish() and not desk.operation.forbids_unregister
 
 
-def test_an_inline_answer_of_a_server_with_a_pool_reserves_nothing() -> None:
+def test_an_inline_answer_of_a_server_with_a_pool_says_nothing_of_what_it_reserved() -> None:
     desk = store_desk()
     desk.server.on(p.PrepareStore, instead(p.PreparedStore(slots=None, chunk_indices=())))
     reservation = desk.reservation()
     with pytest.raises(RemoteProtocolError, match="no slots"):
         reservation.store_slots(Writer(desk))
-    assert reservation.state is ReservationState.EMPTY
-    assert desk.finish() and not desk.operation.forbids_unregister
+    assert reservation.stuck
+    assert not desk.finish() and desk.operation.forbids_unregister
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -117,6 +118,7 @@ def main() -> int:
     if not is_present():
         print("no real servers here: run tests/integration/make_env.py", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers and clients end with it, in order
     seed = chosen.seed or str(SystemRandom().randrange(10**9))
     folder = Path(tempfile.mkdtemp(prefix="lmcache-sdk-soak-"))
     print(

@@ -140,8 +140,9 @@ class LookupHandlers:
     def _recorded_ranges(self, request: FreeLookupLocks, session: Session, hit: int) -> Sequence[tuple[int, int, int]]:
         key, found = request.key, []
         if key.start < key.end:
-            floor = session.key.start if session.key is not None and self._behaviour.lookup_heeds_start else 0
-            found.append((max(key.start, floor), key.end, hit))
+            looked_up = session.key if self._behaviour.lookup_heeds_start else None
+            start = key.start if looked_up is None else max(key.start, looked_up.start)
+            found.append((start, key.end, hit))
         for start, end in request.extra_ranges:
             if start < end:
                 found.append((start, end, end // self._core.chunk_size))
@@ -154,8 +155,10 @@ class LookupHandlers:
         if not hashes:
             return
         self._check_layout(key)
-        last = first + len(hashes) if hit is None else min(hit, first + len(hashes))
-        names = object_names(key, hashes[: max(0, last - first)])
+        if hit is not None:
+            last = min(hit, first + len(hashes))
+            hashes = hashes[max(0, first) - first : max(0, last - first)]
+        names = object_names(key, hashes)
         if names:
             self._core.objects.unlock_after_reading(names, self._readers(key, tp_size))
 

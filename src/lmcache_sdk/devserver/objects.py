@@ -113,7 +113,7 @@ class ObjectStore:
         published = []
         for name in names:
             entry = (self._staging if self._staged else self._objects).get(name)
-            if entry is None or not entry.write_lock.held or entry.read_lock.held:
+            if entry is None or not entry.write_lock.held:
                 continue
             entry.write_lock.release()
             if self._staged:

@@ -115,7 +115,7 @@ class Pool:
         """`count` pieces of one shape side by side; None when no free range holds them all."""
         nbytes = dtype.itemsize
         for size in shape:
-            if not 0 < size <= self.size:
+            if size < 1:
                 raise UsageError(f"not a shape: {list(shape)}")
             nbytes *= size
         stride = -(-nbytes // PAGE) * PAGE

@@ -95,6 +95,7 @@ def open_connection(
     probe = HttpProbe(arguments.addresses, arguments.api_key)
     session.grace = facts.config.mp.worker_registration_grace_seconds
     with contextlib.ExitStack() as stack:
+        stack.callback(probe.close)
         stack.callback(session.close)
         if opening is not None:
             opening(session)

@@ -63,7 +63,7 @@ class DebtBook:
             return not self._debts
 
     def settle_key(self, key: Hashable, deadline: Deadline, step: str) -> None:
-        """Returns once no debt has an open transfer of this key; raises DeadlineExceededError when it takes too long."""
+        """Returns once no debt has an open transfer of this key; raises DeadlineExceededError if that takes long."""
         while True:
             with self._changed:
                 # an unanswered LOOKUP forbids nothing: a new call has a request id of its own

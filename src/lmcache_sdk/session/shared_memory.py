@@ -10,6 +10,7 @@ deletes segments that this process only attached.
 from __future__ import annotations
 
 import _posixshmem
+import contextlib
 import mmap
 import os
 import re
@@ -55,18 +56,20 @@ class SharedPool:
                     f"{found.st_size}: it belongs to another server. {_HOW_TO_SHARE}"
                 )
             self.inode: tuple[int, int] = (found.st_dev, found.st_ino)
-            self._mapping = _map(fd, size, name)
+            self._mapping: mmap.mmap | None = _map(fd, size, name)
         finally:
             os.close(fd)
         self.buffer: memoryview = memoryview(self._mapping)
 
     def close(self) -> None:
         """Unmaps if no tensor is left on the mapping; otherwise the last one does it."""
-        try:
-            self.buffer.release()
-            self._mapping.close()
-        except BufferError:
-            pass  # a view lives: the mapping goes with it
+        buffer, mapping = self.buffer, self._mapping
+        self.buffer, self._mapping = memoryview(b""), None
+        if mapping is not None:
+            # a view lives: only it holds the mapping from here on, and the mapping goes with it
+            with contextlib.suppress(BufferError):
+                buffer.release()
+                mapping.close()
 
     @override
     def __repr__(self) -> str:
