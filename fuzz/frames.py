@@ -52,6 +52,17 @@ _OPCODES: Final = {
 }
 
 
+def num_frames(data: bytes) -> int:
+    """Into how many frames an input's material is cut."""
+    mode = data[1] % len(MODES)
+    if mode == REPLY:
+        return 1
+    if mode == REQUEST:
+        rules = RULES[DIALECTS[data[0] % len(DIALECTS)].release]
+        return len(rules[data[2] % len(rules)].frames) or 1
+    return 2 + data[3] % 5 if mode == RAW else 2 * (1 + (data[3] >> 2 & 3))
+
+
 def split(material: bytes, most: int) -> list[bytes]:
     """Cuts material into at most that many frames."""
     frames: list[bytes] = []
@@ -79,14 +90,14 @@ def check(data: bytes) -> None:
         _check_reply(dialect, kind, [_UID, _OPCODES[dialect.release][kind], material])
     elif mode == REQUEST:
         rule = RULES[dialect.release][kind]
-        payloads = split(material, len(rule.frames)) if rule.frames else []
+        payloads = split(material, num_frames(data)) if rule.frames else []
         _check_request(dialect, [_UID, _OPCODES[dialect.release][kind], *payloads])
     elif mode == RAW:
-        frames = split(material, 2 + data[3] % 5)
+        frames = split(material, num_frames(data))
         _check_reply(dialect, kind, frames[data[3] >> 7 :])
         _check_request(dialect, frames[data[3] >> 7 :])
     else:
-        _check_exchange(dialect, kind, data[3], material)
+        _check_exchange(dialect, kind, data[3], split(material, num_frames(data)))
 
 
 def _check_reply(dialect: p.Dialect, kind: int, frames: list[bytes]) -> None:
@@ -117,7 +128,7 @@ def _check_request(dialect: p.Dialect, frames: list[bytes]) -> None:
         raise Violation(f"{received.request!r} does not survive {again!r}")
 
 
-def _check_exchange(dialect: p.Dialect, kind: int, how: int, material: bytes) -> None:
+def _check_exchange(dialect: p.Dialect, kind: int, how: int, frames: list[bytes]) -> None:
     """Messages to a table with two entries, one of them perhaps abandoned: each settles what it names, or nothing."""
     exchange = p.Exchange(dialect)
     entries = [exchange.send(REQUESTS[dialect.release][kind]), exchange.send(p.Noop())]
@@ -125,7 +136,6 @@ def _check_exchange(dialect: p.Dialect, kind: int, how: int, material: bytes) ->
         exchange.abandon(entries[how >> 1 & 1])
     abandoned = [entry.state is p.InFlightState.ABANDONED for entry in entries]
     per_message = 1 + (how >> 2 & 3)
-    frames = split(material, 2 * per_message)
     for message in (frames[:per_message], frames[per_message:]):
         before = exchange.num_in_flight
         try:

@@ -38,7 +38,7 @@ _COUNTED: Final = {0x8A: 1, 0x8C: 1, ord("C"): 1, ord("X"): 4, ord("B"): 4, 0x8D
 _ARGUMENTS: Final = {**{ord(code): size for code, size in _FIXED.items()}, 0x80: 1, 0x95: 8}
 _SCALARS: Final[tuple[object, ...]] = (
     *(None, True, False, 0, 1, 2, -1, 16, 255, 256, 2**20, 2**31, 2**32, 2**48, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
-    *(0.5, 1e308, "", "m", "bfloat16", "torch.uint8", "NP", [], {}, [1], [0], {"a": 1}),
+    *(0.5, 1e308, "", "m", "bfloat16", "torch.uint8", "NP", [], {}, [1], [0], {"a": 1}, b"", b"abcd", b"abcde"),
 )
 
 
@@ -109,8 +109,7 @@ def frame(data: bytes, max_size: int, seed: int, mutate: Mutate) -> bytes:
     if seed % _STRUCTURED or len(data) <= frames.HEAD:
         return mutate(data, max_size)
     pick = random.Random(seed)
-    most = 1 if data[1] % len(frames.MODES) == frames.REPLY else 6
-    parts = frames.split(data[frames.HEAD :], most)
+    parts = frames.split(data[frames.HEAD :], frames.num_frames(data))
     at = pick.randrange(len(parts))
     parts[at] = _changed_msgpack(parts[at], pick)[: 2**16 - 1]
     return (data[: frames.HEAD] + frames.join(parts))[:max_size]
@@ -122,6 +121,7 @@ def document(data: bytes, max_size: int, seed: int, mutate: Mutate) -> bytes:
         return mutate(data, max_size)
     try:
         value: Any = msgspec.json.decode(data[1:])
+        # bytes become base64 text here, which is as good as any
         return (data[:1] + msgspec.json.encode(_changed(value, random.Random(seed))))[:max_size]
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
         return mutate(data, max_size)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from lmcache_sdk.layout import KVLayout, write_payload
@@ -111,6 +112,22 @@ def frame_seeds() -> Iterator[tuple[str, bytes]]:
             kind = names.index(vector["op"])
             name = f"{release}-{vector['kind']}-{vector['name']}-{vector['uid']}"
             yield from _frame_inputs(name, _RELEASES[release], kind, vector["kind"], raw)
+
+    key: dict[str, object] = {
+        "model_name": "m",
+        "world_size": 1,
+        "worker_id": 0,
+        "start": 0,
+        "end": 0,
+        "request_id": "r",
+    }
+    for release, tokens, name in (
+        ("0.5.6", {"token_ids": [2**32]}, "large"),
+        ("0.5.6", {"token_ids": [-1]}, "negative"),
+        ("0.5.7rc2", {"token_bytes": b"abcde"}, "torn"),
+    ):
+        packed = [msgspec.msgpack.encode(key | tokens), b"\x01"]
+        yield f"refused-tokens-{name}", bytes([_RELEASES[release], frames.REQUEST, 0, 0]) + frames.join(packed)
 
 
 def _frame_inputs(name: str, release: int, kind: int, direction: str, raw: list[bytes]) -> Iterator[tuple[str, bytes]]:

@@ -1,4 +1,4 @@
-"""Every lie of the server in a retrieve is a RemoteProtocolError at once, and leaves nothing (FAULTS.md 11.1 to 11.9)."""
+"""Every lie in a retrieve is a RemoteProtocolError at once, and leaves nothing behind (FAULTS.md 11.1 to 11.9)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator
 from typing import Final
 
 from lmcache_sdk.errors import ConnectionLostError, Fate, KVCacheSDKError, SessionClosedError
-from lmcache_sdk.protocol import Dialect, Registered
+from lmcache_sdk.protocol import Dialect, Registered, Unregister
 from lmcache_sdk.session import registration
 from lmcache_sdk.session.addresses import Addresses
 from lmcache_sdk.session.channel import Channel, ChannelPool
@@ -238,7 +238,8 @@ class Session:
         with self._changed:
             idle = self._changed.wait_for(lambda: self._active == 0, deadline.remaining())
         try:
-            if idle and self._debts.settle(deadline) and not self._tainted:
+            settled = idle and self._debts.settle(deadline)
+            if settled and not self._tainted:
                 self._unregister_all(Deadline.after(CLEANUP_SECONDS))
         finally:
             with self._changed:
@@ -263,9 +264,7 @@ class Session:
             released, self._released = self._released, True
         if released:
             return
-        for operation in self._debts.give_up():
-            operation.give_up()
-            operation.channel.close(_ABANDON_LINGER)
+        self._say_last_words(self._debts.give_up())
         if self.probe is not None:
             self.probe.close()
         self._channels.close()
@@ -274,6 +273,19 @@ class Session:
             self.pool.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def _say_last_words(self, owing: list[Operation]) -> None:
+        """What can be sent, unanswered, for operations that the server has not let us finish; and UNREGISTER behind it,
+        unless one of them has slots that it would publish.
+        """
+        leaving = not self._tainted and not any(operation.forbids_unregister for operation in owing)
+        for position, operation in enumerate(owing):
+            operation.give_up()
+            if leaving and position + 1 == len(owing):
+                with contextlib.suppress(KVCacheSDKError):
+                    for instance_id in self._instances:
+                        operation.channel.submit(Unregister(instance_id=instance_id))
+            operation.channel.close(_ABANDON_LINGER)
 
     def abandon(self) -> None:
         """For a context that was dropped without close: one UNREGISTER that nobody waits for, then everything is

@@ -10,7 +10,6 @@ deletes segments that this process only attached.
 from __future__ import annotations
 
 import _posixshmem
-import contextlib
 import mmap
 import os
 import re
@@ -63,13 +62,9 @@ class SharedPool:
 
     def close(self) -> None:
         """Unmaps if no tensor is left on the mapping; otherwise the last one does it."""
-        buffer, mapping = self.buffer, self._mapping
+        # Only the references are dropped: a tensor keeps the view it was made on alive, but not the buffer's export, so
+        # mmap.close() would succeed under it.
         self.buffer, self._mapping = memoryview(b""), None
-        if mapping is not None:
-            # a view lives: only it holds the mapping from here on, and the mapping goes with it
-            with contextlib.suppress(BufferError):
-                buffer.release()
-                mapping.close()
 
     @override
     def __repr__(self) -> str:
