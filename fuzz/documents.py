@@ -14,13 +14,15 @@ import msgspec
 from lmcache_sdk import protocol as p
 from lmcache_sdk.errors import LayoutError, RemoteProtocolError, UnsupportedError
 from lmcache_sdk.layout import KVLayout
+from lmcache_sdk.layout.dtypes import DTYPES
 
-from .guard import Violation
+from .guard import MARKS, Violation
 
 MAX_LEN: Final = 1536
 CONFIG, STATUS, VERSION, ENTRY, LAYOUT = KINDS = range(5)
 _MAX_CHUNK_SIZE: Final = 2**20
 _MAX_SIZE: Final = 2**31 - 1
+_DTYPES: Final = tuple(DTYPES.values())
 _MODELS_READ: Final = 3
 
 
@@ -82,6 +84,7 @@ def _check_layouts(kind: int, value: object) -> None:
     if layout is not None:
         for name in ("num_layers", "hidden_dim", "tokens_per_block", "slots_per_block"):
             _in_bounds(name, getattr(layout, name), _MAX_SIZE)
+        MARKS.hit(layout.planes + 4 * (layout.is_mla + 2 * layout.is_fused) + 16 * _DTYPES.index(layout.dtype))
         if layout.planes not in (1, 2) or layout.describe() == "":
             raise Violation(repr(layout))
         return

@@ -17,7 +17,7 @@ from lmcache_sdk import protocol as p
 from lmcache_sdk.errors import RemoteProtocolError
 from lmcache_sdk.values import CorrelationId, InstanceId, RequestId, TokenIds
 
-from .guard import Violation
+from .guard import MARKS, Violation
 
 MAX_LEN: Final = 1024
 HEAD: Final = 4
@@ -86,22 +86,27 @@ def check(data: bytes) -> None:
     dialect = DIALECTS[data[0] % len(DIALECTS)]
     kind = data[2] % len(RULES[dialect.release])
     mode, material = data[1] % len(MODES), data[HEAD:]
+    before = 2 * (kind + 32 * (mode + 4 * (data[0] % len(DIALECTS))))
+    MARKS.hit(before)
+    accepted = False
     if mode == REPLY:
-        _check_reply(dialect, kind, [_UID, _OPCODES[dialect.release][kind], material])
+        accepted = _check_reply(dialect, kind, [_UID, _OPCODES[dialect.release][kind], material])
     elif mode == REQUEST:
         rule = RULES[dialect.release][kind]
         payloads = split(material, num_frames(data)) if rule.frames else []
-        _check_request(dialect, [_UID, _OPCODES[dialect.release][kind], *payloads])
+        accepted = _check_request(dialect, [_UID, _OPCODES[dialect.release][kind], *payloads])
     elif mode == RAW:
         frames = split(material, num_frames(data))
         _check_reply(dialect, kind, frames[data[3] >> 7 :])
         _check_request(dialect, frames[data[3] >> 7 :])
     else:
         _check_exchange(dialect, kind, data[3], split(material, num_frames(data)))
+    if accepted:
+        MARKS.hit(before + 1)
 
 
-def _check_reply(dialect: p.Dialect, kind: int, frames: list[bytes]) -> None:
-    """What decodes, encodes again to something that decodes to the same."""
+def _check_reply(dialect: p.Dialect, kind: int, frames: list[bytes]) -> bool:
+    """What decodes, encodes again to something that decodes to the same. Tells whether it does."""
     request = REQUESTS[dialect.release][kind]
     try:
         p.decode_correlation_id(frames)
@@ -110,22 +115,24 @@ def _check_reply(dialect: p.Dialect, kind: int, frames: list[bytes]) -> None:
     try:
         reply = p.decode_reply(dialect, request, frames)
     except RemoteProtocolError:
-        return
+        return False
     received = p.ReceivedRequest(frames[0], frames[1], request)
     again = p.encode_reply(dialect, received, reply)
     if p.decode_reply(dialect, request, again) != reply:
         raise Violation(f"{reply!r} does not survive {again!r}")
+    return True
 
 
-def _check_request(dialect: p.Dialect, frames: list[bytes]) -> None:
+def _check_request(dialect: p.Dialect, frames: list[bytes]) -> bool:
     try:
         received = p.decode_request(dialect, frames)
     except RemoteProtocolError:
-        return
+        return False
     again = p.encode_request(dialect, CorrelationId(7), received.request)
     twice = p.encode_request(dialect, CorrelationId(7), p.decode_request(dialect, again).request)
     if list(map(bytes, again)) != list(map(bytes, twice)):  # by bytes: a timeout may be NaN
         raise Violation(f"{received.request!r} does not survive {again!r}")
+    return True
 
 
 def _check_exchange(dialect: p.Dialect, kind: int, how: int, frames: list[bytes]) -> None:

@@ -13,9 +13,10 @@ import torch
 
 from lmcache_sdk.errors import RemoteProtocolError
 from lmcache_sdk.layout import read_payload, read_stored_payload
+from lmcache_sdk.layout.dtypes import DTYPES
 from lmcache_sdk.protocol import PayloadForm
 
-from .guard import Violation
+from .guard import MARKS, Violation
 
 MAX_LEN: Final = 1536
 ENVELOPE: Final = 1
@@ -23,6 +24,7 @@ STORED: Final = 2
 READ_ONLY: Final = 4
 COUNT_SHIFT: Final = 3
 ROOM_SHIFT: Final = 5
+_DTYPES: Final = tuple(DTYPES.values())
 
 
 def check(data: bytes) -> None:
@@ -43,6 +45,8 @@ def check(data: bytes) -> None:
         return
     if not how & STORED and len(tensors) != num_tensors:
         raise Violation(f"{len(tensors)} tensors, {num_tensors} asked for")
+    for tensor in tensors:
+        MARKS.hit(how & (ENVELOPE | STORED) | tensor.dim() << 2 | _DTYPES.index(tensor.dtype) << 7)
     _check_tensors(tensors, len(payload), room)
     if memory != payload:
         raise Violation("the payload was written to")

@@ -25,7 +25,14 @@ TARGETS: Final = ("payloads", "frames", "documents")
 _TRACED_EVERY: Final = 1024
 _MEMORY_ON_TOP: Final = 256 * 2**20
 """Address space above what is there after the warm-up; libFuzzer's own growth is in it."""
-_FLAGS: Final = ("-timeout=25", "-entropic_scale_per_exec_time=1", "-len_control=50", "-print_final_stats=1")
+# keep_seed: which dialect, kind or format an input is of shows in no branch, and would be thrown away
+_FLAGS: Final = (
+    "-keep_seed=1",
+    "-timeout=25",
+    "-entropic_scale_per_exec_time=1",
+    "-len_control=50",
+    "-print_final_stats=1",
+)
 
 
 def _limit_memory() -> None:
@@ -41,6 +48,8 @@ def main(name: str, flags: list[str]) -> None:
     mutators, guards = importlib.import_module("fuzz.mutators"), importlib.import_module("fuzz.guard")
     corpus, found = ROOT / "corpus" / name, FOUND / name
     found.mkdir(parents=True, exist_ok=True)
+    counters = [atheris._reserve_counter() for _ in range(guards.Marks.COUNT)]
+    guards.MARKS.hit = lambda number: atheris._trace_branch(counters[number])
     guard = guards.Guard(target.check)
     guard.warm_up([path.read_bytes() for path in sorted(corpus.iterdir())])
     run, run_traced, mutator = guard.run, guard.run_traced, mutators.MUTATORS[name]

@@ -191,6 +191,8 @@ class Reservation:
             return
         prepared = self._operation.settle(self._prepare, deadline)
         if prepared is None:
+            if self._prepare.settled:
+                self.stuck = "PREPARE_STORE was answered illegally"
             return
         try:
             if self._machine.state is not ReservationState.RESERVED:
