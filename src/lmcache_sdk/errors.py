@@ -116,7 +116,11 @@ class TransportError(KVCacheSDKError):
 
 
 class ConnectError(TransportError):
-    """No connection could be made; nothing was sent."""
+    """No connection could be made, or the server's shared memory cannot be used from here.
+
+    `fate` is NOT_SENT in the first case, ANSWERED in the second: the server had answered the registration, which was
+    taken back.
+    """
 
     fate = Fate.NOT_SENT
 

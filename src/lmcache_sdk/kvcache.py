@@ -29,9 +29,9 @@ from lmcache_sdk.facade import (
     TokenSequence,
     checked_api_key,
     checked_choice,
+    checked_layout,
     checked_model_name,
     open_connection,
-    usage_of_layout,
 )
 from lmcache_sdk.layout import KVLayout
 from lmcache_sdk.session import Deadline, checked_addresses, checked_timeout
@@ -71,6 +71,8 @@ def connect(
         ConnectError, DeadlineExceededError: the server cannot be reached, or its shared memory not seen from here.
         UnsupportedError: the release, the transfer mode or the model's layout is not served by this library.
         NotRegisteredError: no engine has registered the model; the error lists those that are.
+        PoolFullError: the server has no room for the few bytes that prove its shared memory.
+        RemoteProtocolError, HTTPStatusError: the server answered something that it should not.
         LayoutError: layouts contradict each other.
     """
     deadline = Deadline.after(checked_timeout(timeout))
@@ -79,7 +81,7 @@ def connect(
     arguments = ConnectArguments(
         addresses=checked_addresses(url, http_url),
         model_name=checked_model_name(model_name),
-        layout=usage_of_layout(layout),
+        layout=checked_layout(layout),
         dialect=dialect,
         api_key=checked_api_key(api_key),
         transport=None if transport is None else checked_choice(transport, "transport", TRANSPORTS),

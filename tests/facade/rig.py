@@ -85,21 +85,29 @@ class Rig:
         self._stack = ExitStack()
         self._form = p.dialect_named(release).payload_form
         self.pool_file = Path("/dev/shm") / f"lmcache_l1_pool_test_{secrets.token_hex(6)}"
-        self.server = FakeServer(
-            release,
-            chunk_size=CHUNK,
-            pool=self._make_pool() if shm else None,
-            shm_name=self.pool_file.name if shm else "",
-            pack=self._pack,
-            unpack=self._unpack,
-        )
-        self.engines: dict[str, object] = {"7": status_entry()}
+        self._pool = self._make_pool() if shm else None
+        self.server = self._make_server(release)
+        self.engines: dict[str, Any] = {"7": status_entry()}
         pages: dict[str, Page | Callable[[], Page]] = {**server_pages(release), "/status": self.status}
         config = "/conf" if release == "0.5.0" else "/config"
         pages[config] = config_page(shm_name="test" if shm else "")
         self.http = HttpPort(pages)
         self.port = MessagePort(self.server)
         self.contexts: list[LMCacheKVCacheContext] = []
+
+    def _make_server(self, release: str, chunk_size: int = CHUNK) -> FakeServer:
+        name = self.pool_file.name if self.shm else ""
+        return FakeServer(
+            release, chunk_size=chunk_size, pool=self._pool, shm_name=name, pack=self._pack, unpack=self._unpack
+        )
+
+    def restart(self, server: FakeServer | None = None, chunk_size: int = CHUNK) -> None:
+        """The same addresses, another process, where nothing of anybody is left; or the same server after a cut."""
+        url = self.port.url
+        self.port.close()
+        self.server = server or self._make_server(self.server.dialect.release, chunk_size)
+        self.port = MessagePort(self.server, url)
+        self._stack.enter_context(self.port)
 
     def _make_pool(self) -> memoryview:
         self.pool_file.touch(0o600)

@@ -85,7 +85,7 @@ def test_a_miss_of_a_model_that_has_left_is_no_miss(rig: Rig) -> None:
     """The server finds nothing then, cached or not."""
     rig.cache(2)
     ctx = rig.connect()
-    rig.engines["7"] = {**rig.engines["7"], "model_name": "another"}  # type: ignore[dict-item]  # an entry
+    rig.engines["7"] = {**rig.engines["7"], "model_name": "another"}
     rig.server.always(p.QueryPrefetchStatus, says(p.PrefetchStatus(0)))
     for call in (lambda: ctx.lookup(TOKENS), lambda: ctx.retrieve(TOKENS)):
         with pytest.raises(NotRegisteredError, match="no engine holds") as caught:

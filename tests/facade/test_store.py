@@ -204,7 +204,7 @@ def _drop(rig: Rig, data: bytes) -> None:
 def test_nothing_found_of_a_model_that_has_left_is_its_own_error(rig: Rig) -> None:
     ctx = rig.connect()
     rig.server.full = True
-    rig.engines["7"] = {**rig.engines["7"], "model_name": "another"}  # type: ignore[dict-item]  # an entry
+    rig.engines["7"] = {**rig.engines["7"], "model_name": "another"}
     with pytest.raises(NotRegisteredError):
         ctx.store(kv(), TOKENS)
 

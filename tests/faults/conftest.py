@@ -9,6 +9,7 @@ in a run that did not name this folder.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -153,7 +154,7 @@ def own_world(request: pytest.FixtureRequest, real_servers: None) -> Iterator[Wo
 @pytest.fixture
 def own(own_world: World) -> Iterator[World]:
     """The same, alive, with its first chunk size and layout, empty."""
-    if own_world.killed:
+    if own_world.dead or own_world.changed:
         own_world.restart()
     own_world.server.clear()
     own_world.contexts = contextlib.ExitStack()
@@ -162,6 +163,7 @@ def own(own_world: World) -> Iterator[World]:
     own_world.contexts.close()
     end = time.monotonic() + 5
     while (left := _held_but_children() - before) and time.monotonic() < end:
+        gc.collect()
         time.sleep(0.05)
     assert not left, f"left behind: {sorted(left)}"
 

@@ -104,10 +104,15 @@ class Liar:
     def judge(self, fault: Fault, *, reservations: int = 0) -> None:
         """Nothing is held, but for reservations that nothing can complete; nobody else's lock was taken."""
         self.contexts.close()
+        expected = Held(reservations=reservations)
+        with self.server.changed:  # last words are not waited for by a client that leaves
+            self.server.changed.wait_for(
+                lambda: self.server.held() == expected and bool(self.server.instances) is bool(reservations), 2.0
+            )
         held = self.server.held()
         fault.never(held.unwritten > 0, "UNREGISTER published slots that were not written")
         fault.never(held.stolen > 0, "another reader's lock was given back")
-        assert held == Held(reservations=reservations), held
+        assert held == expected, held
         assert bool(self.server.instances) is bool(reservations), "registrations left"
         assert self.server.malformed == []
 

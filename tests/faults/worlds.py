@@ -73,8 +73,9 @@ class World:
     engine: Engine
     contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Closed at the end of the test."""
-    killed: bool = False
-    """The server is dead, or came back as another one."""
+    dead: bool = False
+    changed: bool = False
+    """The server came back with another chunk size or layout."""
 
     @property
     def release(self) -> str:
@@ -129,16 +130,17 @@ class World:
 
     def kill(self) -> None:
         """SIGKILL to the server."""
-        self.killed = True
+        self.dead = True
         self.server.kill()
 
     def restart(
         self, *, chunk_size: int = CHUNK, models: dict[str, EngineShape] | None = None, engine: bool = True
     ) -> None:
         """Kill the server and start it again at the same addresses with the same name of its pool; then an engine."""
-        if not self.killed:
+        if not self.dead:
             self.server.kill()
-        self.killed = chunk_size != CHUNK or models is not None
+        self.dead = False
+        self.changed = chunk_size != CHUNK or models is not None
         self.server.chunk_size = chunk_size
         self.server.start()
         if engine:

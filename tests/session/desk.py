@@ -7,6 +7,7 @@ from typing import Final
 
 from lmcache_sdk import protocol as p
 from lmcache_sdk.errors import RemoteProtocolError
+from lmcache_sdk.protocol.envelope import bin_header
 from lmcache_sdk.session import Deadline, Identity, Operation, ReadLease, Reservation
 from lmcache_sdk.session.channel import Channel
 from lmcache_sdk.session.transport import Transport
@@ -122,3 +123,25 @@ class Writer:
         copy.data, copy.illegal, copy.takes = list(self.data), self.illegal, self.takes
         self.copies.append(copy)
         return copy
+
+
+def read(desk: Desk, lease: ReadLease, *batches: int) -> int:
+    """A whole retrieve: look up, prepare and commit batch after batch."""
+    hit = lease.acquire()
+    for count in batches or ((hit,) if hit else ()):
+        entry = lease.prepare(count)
+        lease.received(entry)
+        lease.commit(entry)
+    return hit
+
+
+ALL: Final = [chunk_bytes(index) for index in range(3)]
+
+
+def store_desk(release: str = "0.5.6", **options: object) -> Desk:
+    return Desk(release, name="store", **options)  # type: ignore[arg-type]  # the options of a desk
+
+
+def inline_payload() -> bytearray:
+    data = b"".join(ALL)
+    return bytearray(bin_header(len(data)) + data)

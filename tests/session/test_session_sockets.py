@@ -25,8 +25,8 @@ from lmcache_sdk.values import TokenIds
 from tests.fix_fake_server import NOTHING, Action, Chunk, FakeServer
 from tests.fix_faults import ignored, late, silence
 from tests.session.desk import CHUNK, READ_TTL, SLOT, TOKENS, WRITE_TTL, Desk, Writer, chunk_bytes
+from tests.session.office import SHAPE
 from tests.session.ports import MessagePort, closed_port
-from tests.session.test_session import SHAPE
 
 LONG: Final = 30.0
 

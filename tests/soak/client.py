@@ -23,7 +23,7 @@ import lmcache_sdk.kvcache as lmc_sdk
 from lmcache_sdk import KVCacheSDKError, LMCacheKVCacheContext, LookupResult, SessionClosedError
 from tests.soak.content import Key, change, contents, find_wrong, random_key
 from tests.soak.plan import CHUNK, MIX, MODEL, THREADS, Orders
-from tests.soak.tally import Journal, Sample, Tally
+from tests.soak.tally import Journal, Sample, Tally, give_back_unused
 
 R = TypeVar("R")
 
@@ -76,6 +76,8 @@ class Client:
         """Tells the totals; closes the context and connects again, when this process is one that does."""
         next_reconnect = time.monotonic() + rng.uniform(*_RECONNECT_PAUSE)
         while not self._stop.wait(_TELL_SECONDS):
+            if self._orders.measures:
+                give_back_unused()
             self._journal.totals(phase="work")
             if self._orders.reconnects and time.monotonic() > next_reconnect:
                 old, fresh = self._context, self._connect(rng)

@@ -92,6 +92,7 @@ class Scene:
                 timeout=round(rng.uniform(*_TIMEOUT), 2),
                 # the second place and the last ones reconnect
                 reconnects=place == SURVIVORS - 1 or place > PROCESSES - RECONNECTING,
+                measures=place < SURVIVORS,
                 report=str(self.folder / f"{name}.jsonl"),
                 log=str(self.folder / f"{name}.log"),
             )

@@ -76,6 +76,8 @@ class Orders:
     seed: int
     timeout: float
     reconnects: bool
+    measures: bool
+    """Whether it gives back what the allocators keep for later, before each sample: what is left is held."""
     report: str
     log: str
 

@@ -6,6 +6,8 @@ client's SIGKILL: totals every half second, events (wrong bytes, exceptions that
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import sys
@@ -14,6 +16,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,16 @@ class Sample:
             rss_anon=int(words["RssAnon"].split()[0]) * 1024,
             blocks=sys.getallocatedblocks(),
         )
+
+
+def give_back_unused() -> None:
+    """Collects cycles, and hands the pages that malloc keeps for later back to the kernel."""
+    gc.collect()
+    if _TRIM is not None:
+        _TRIM(0)
+
+
+_TRIM: Final = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 class Tally:

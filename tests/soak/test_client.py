@@ -52,6 +52,7 @@ def _orders(server: DevServer, folder: Path, *, reconnects: bool = False) -> Ord
         seed=7,
         timeout=5.0,
         reconnects=reconnects,
+        measures=True,
         report=str(folder / "client-0-1.jsonl"),
         log=str(folder / "client-0-1.log"),
     )

@@ -6,7 +6,7 @@ from lmcache_sdk.facade.arguments import (
     checked_choice,
     checked_model_name,
 )
-from lmcache_sdk.facade.connecting import TRANSPORTS, ConnectArguments, open_connection, usage_of_layout
+from lmcache_sdk.facade.connecting import TRANSPORTS, ConnectArguments, checked_layout, open_connection
 from lmcache_sdk.facade.context import LMCacheKVCacheContext
 from lmcache_sdk.facade.link import Link
 from lmcache_sdk.facade.results import LookupResult, StoreResult
@@ -21,7 +21,7 @@ __all__ = [
     "TokenSequence",
     "checked_api_key",
     "checked_choice",
+    "checked_layout",
     "checked_model_name",
     "open_connection",
-    "usage_of_layout",
 ]

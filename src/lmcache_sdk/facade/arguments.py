@@ -73,6 +73,8 @@ def _listed(tokens: object) -> Sequence[int]:
 
 
 def _from_tensor(tokens: torch.Tensor) -> Sequence[int]:
+    if tokens.is_nested or tokens.layout is not torch.strided or tokens.is_quantized:
+        raise ArgumentTypeError("tokens: expected a plain (strided) tensor, got a nested, sparse or quantized one")
     if tokens.ndim != 1:
         raise UsageError(f"tokens: expected a 1-D tensor, got shape {tuple(tokens.shape)}; pass one sequence at a time")
     if tokens.dtype == torch.bool or tokens.dtype.is_floating_point or tokens.dtype.is_complex:

@@ -14,13 +14,13 @@ from typing import Final
 import attrs
 
 from lmcache_sdk.errors import (
+    ArgumentTypeError,
     DeadlineExceededError,
     Fate,
     KVCacheSDKError,
     LayoutError,
     NotRegisteredError,
     UnsupportedError,
-    UsageError,
 )
 from lmcache_sdk.facade.canary import CANARY_LAYOUT, prove
 from lmcache_sdk.facade.transfer import Endpoint
@@ -41,6 +41,7 @@ from lmcache_sdk.session import (
     RegisteredShape,
     ServerFacts,
     Session,
+    check_resolvable,
     discover,
     private_model_name,
 )
@@ -91,6 +92,7 @@ def open_connection(
     """Does the handshake; raises one of the errors of `kvcache.connect`. `opening` is told the session that is made."""
     facts = discover(arguments.addresses, arguments.api_key, arguments.dialect, deadline)
     model = _model_facts(facts, arguments)
+    check_resolvable(arguments.addresses)
     session = Session(arguments.addresses, facts.dialect)
     probe = HttpProbe(arguments.addresses, arguments.api_key)
     session.grace = facts.config.mp.worker_registration_grace_seconds
@@ -102,7 +104,7 @@ def open_connection(
         try:
             endpoint = _open_session(session, facts, model, arguments, deadline)
         except DeadlineExceededError as error:
-            raise explained(error, probe, None) from error
+            raise _named_dialect(explained(error, probe, None), facts) from error
         session.probe = probe
         stack.pop_all()
     return Connection(endpoint, facts, model, probe)
@@ -126,6 +128,15 @@ def _open_session(
         prove(attrs.evolve(endpoint, identity=Identity(canary_name, 1, canary_id, facts.chunk_size)), deadline)
         session.unregister(canary_id, deadline)
     return endpoint
+
+
+def _named_dialect(error: DeadlineExceededError, facts: ServerFacts) -> DeadlineExceededError:
+    """A server does not answer what it cannot read: when the caller chose the wire, that is the likely cause."""
+    if not facts.dialect_was_named or facts.version == facts.dialect.release:
+        return error
+    reported = f"reports version {facts.version!r}" if facts.version else "reports no version"
+    text = f"{error}. The server {reported}: it may not speak the wire of dialect={facts.dialect.release!r}"
+    return DeadlineExceededError(text, step=error.step, fate=error.fate)
 
 
 def explained(error: DeadlineExceededError, probe: HttpProbe, instance_id: InstanceId | None) -> DeadlineExceededError:
@@ -177,8 +188,7 @@ def _check_transport(asked: str | None, found: str, facts: ServerFacts) -> None:
     )
 
 
-# ---- the model
-# ----------------------------------------------------------------------------------------------------------
+# ---- the model ------------------------------------------------------------------------------------------------------
 
 
 def _model_facts(facts: ServerFacts, arguments: ConnectArguments) -> ModelFacts:
@@ -263,8 +273,8 @@ def _not_registered(model_name: str, facts: ServerFacts) -> NotRegisteredError:
     )
 
 
-def usage_of_layout(layout: object) -> KVLayout | None:
+def checked_layout(layout: object) -> KVLayout | None:
     """The caller's layout argument, checked."""
     if layout is None or isinstance(layout, KVLayout):
         return layout
-    raise UsageError(f"layout: expected a KVLayout, got {type(layout).__name__}; see KVLayout.from_status")
+    raise ArgumentTypeError(f"layout: expected a KVLayout, got {type(layout).__name__}; see KVLayout.from_status")

@@ -39,8 +39,7 @@ class LMCacheKVCacheContext:
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _abandon, link)
 
-    # ---- what it is
-    # ---------------------------------------------------------------------------------------------------
+    # ---- what it is -------------------------------------------------------------------------------------------------
 
     @property
     def model_name(self) -> str:
@@ -79,8 +78,7 @@ class LMCacheKVCacheContext:
         """Whether `close` was called."""
         return self._link.closed
 
-    # ---- calls
-    # --------------------------------------------------------------------------------------------------------
+    # ---- calls ------------------------------------------------------------------------------------------------------
 
     def lookup(self, tokens: TokenSequence, cache_salt: str = "") -> LookupResult:
         r"""Says how much of a token sequence is cached, and leaves no lock behind.
@@ -170,7 +168,10 @@ class LMCacheKVCacheContext:
             UsageError, ShapeMismatchError: the arguments do not fit; nothing was sent.
             UnknownLayoutError: no geometry is known: pass layout= to connect, or retrieve once.
             AlreadyCachedError: `existing="error"` and some chunks are cached.
-            DeadlineExceededError: no answer within the timeout; what was written is not known.
+            DeadlineExceededError, ConnectionLostError: no answer; what was written is not known.
+            NotRegisteredError: nothing can be found because no engine holds the model any more.
+            LeaseExpiredError, StoreRejectedError: reserved slots ran out of time, or wait for the server's TTL.
+            ProtocolError, ServerError: see docs/errors.md.
         """
         deadline, ids, salt = self._begin(tokens, cache_salt)
         refuse = checked_choice(existing, "existing", ("skip", "error")) == "error"
@@ -215,8 +216,7 @@ class LMCacheKVCacheContext:
         state = "closed" if self.closed else "open"
         return f"<LMCacheKVCacheContext {self.model_name!r} {self.transport} {self.dialect} {state}>"
 
-    # ---- helpers
-    # ------------------------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _begin(self, tokens: TokenSequence, cache_salt: str) -> tuple[Deadline, TokenIds, str]:
         deadline = Deadline.after(self._timeout)

@@ -98,8 +98,7 @@ class ReceivedRequest:
     request: m.Request[Any]
 
 
-# ---- the client's two directions
-# ----------------------------------------------------------------------------------------
+# ---- the client's two directions ------------------------------------------------------------------------------------
 
 
 def encode_request(dialect: Dialect, correlation_id: CorrelationId, request: m.Request[Any]) -> list[m.Buffer]:
@@ -135,8 +134,7 @@ def decode_reply(dialect: Dialect, request: m.Request[R], frames: Frames) -> R:
     return rule.reply.decode(frames[2] if len(frames) == 3 else None)
 
 
-# ---- the embedded server's two directions
-# -------------------------------------------------------------------------------
+# ---- the embedded server's two directions ---------------------------------------------------------------------------
 
 
 def decode_request(dialect: Dialect, frames: Frames) -> ReceivedRequest:
@@ -172,8 +170,7 @@ def encode_reply(dialect: Dialect, received: ReceivedRequest, reply: m.Reply) ->
     return [received.uid, received.operation] if encoded is None else [received.uid, received.operation, encoded]
 
 
-# ---- fields
-# -------------------------------------------------------------------------------------------------------------
+# ---- fields ---------------------------------------------------------------------------------------------------------
 
 
 def _encode_field(dialect: Dialect, request: m.Request[Any], field: str) -> m.Buffer:

@@ -96,7 +96,8 @@ class CacheContextEntry:
 
     model_name: str
     world_size: int
-    kv_cache_layout: dict[str, object]
+    kv_cache_layout: object = None
+    """Read by `parse_layout` only: an odd one must not keep anybody from retrieving."""
 
 
 @attrs.frozen
@@ -159,7 +160,7 @@ def parse_version(body: bytes, path: str) -> str:
     return version
 
 
-def parse_layout(layout: JsonObject, path: str) -> KVCacheLayoutDocument:
+def parse_layout(layout: object, path: str) -> KVCacheLayoutDocument:
     """Reads one `kv_cache_layout`; `path` says where it stood.
 
     Groups are counted before any is read, and read one by one up to the first wrong one: an error for each of a million
@@ -296,6 +297,7 @@ def _make_converter() -> cattrs.Converter:
         (dict[str, object], (dict,)),
         (list[object] | None, (list, type(None))),
         (list[object], (list,)),
+        (object, (object,)),
     )
     for shape, kinds in (*raw, (dict[str, object] | None, (dict, type(None)))):
         converter.register_structure_hook_func(partial(operator.eq, shape), _exactly(*kinds))

@@ -1,6 +1,6 @@
 """A lock lives here: sockets, threads, deadlines, and everything that must be given back. No tensors."""
 
-from lmcache_sdk.session.addresses import Addresses, checked_addresses
+from lmcache_sdk.session.addresses import Addresses, check_resolvable, checked_addresses
 from lmcache_sdk.session.deadline import Deadline, checked_timeout
 from lmcache_sdk.session.discovery import ServerFacts, discover
 from lmcache_sdk.session.leases import ReadLease
@@ -29,6 +29,7 @@ __all__ = [
     "Session",
     "SharedPool",
     "SlotWriter",
+    "check_resolvable",
     "checked_addresses",
     "checked_timeout",
     "discover",

@@ -40,6 +40,13 @@ def checked_addresses(url: object, http_url: object) -> Addresses:
     return Addresses(canonical, f"{http.scheme}://{http.netloc}{http.path.rstrip('/')}")
 
 
+def check_resolvable(addresses: Addresses) -> None:
+    """Raises ConnectError when the host of `url` has no address: zmq says nothing of that, and waits."""
+    parts = urlsplit(addresses.url)
+    if parts.scheme == "tcp":
+        _resolve(parts)
+
+
 def _zmq_url(url: object) -> tuple[str, SplitResult | None]:
     """The canonical text, and its parts when it has a host and a port."""
     text = _text(url, "url")

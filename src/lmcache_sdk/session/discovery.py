@@ -68,8 +68,8 @@ def _version(http: HttpConversation, *, required: bool) -> str:
     for path in ("/lmc_version", "/version"):
         try:
             version = parse_version(http.get(path), path.lstrip("/"))
-        except HTTPStatusError as error:
-            if error.status != _NOT_FOUND:
+        except (HTTPStatusError, RemoteProtocolError) as error:
+            if required and not (isinstance(error, HTTPStatusError) and error.status == _NOT_FOUND):
                 raise
             continue
         release = version.rpartition("-")[0] if path == "/version" else version

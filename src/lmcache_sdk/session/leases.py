@@ -7,8 +7,10 @@
 - PREPARE_RETRIEVE is sent for ranges in order, each once;
 - FREE_LOOKUP_LOCKS is sent at most once, and only for the rest for which no PREPARE_RETRIEVE was sent: twice, or for
   chunks whose lock a PREPARE took, it would take another reader's lock;
-- when the hit is not known it is asked for first, also later, when the server answers again. If it stays unknown,
-  releases up to 0.5.5 are left to their TTL, because their FREE would be unconditional. Leaking beats stealing;
+- when the hit is not known it is asked for first, also later, when the server answers again. If nobody will ask any
+  more, FREE is a last word only where the server binds it to the session (`free_needs_live_session`); if the number
+  came and was no number, FREE is sent where the server clips it to its own record (`free_clips_to_hit`). Elsewhere the TTL
+  does it: leaking beats stealing;
 - a PREPARE that is not answered is committed all the same on an shm server: its answer may come late and holds locks.
 """
 
@@ -197,11 +199,13 @@ class ReadLease:
 
         From 0.5.4 on the server clips FREE to the hit that its session recorded. Before, the TTL must do it.
         """
-        if self._operation.channel.exchange.dialect.free_clips_to_hit:
-            if self._free is None:
-                self._free = self._operation.submit(FreeLookupLocks(key=self._whole()))
-            if self._operation.settle(self._free, deadline) is None:
-                return False
+        if not self._operation.channel.exchange.dialect.free_clips_to_hit:
+            self._machine.record(Event.GIVEN_UP)
+            return True
+        if self._free is None:
+            self._free = self._operation.submit(FreeLookupLocks(key=self._whole()))
+        if self._operation.settle(self._free, deadline) is None:
+            return False
         self._machine.record(Event.FREED)
         return True
 

@@ -1,4 +1,7 @@
-"""One value that many threads use and any of them may replace when it has gone bad, once for all."""
+"""One value that many threads use and any of them may replace when it has gone bad, once for all.
+
+Who replaces it claims that under the lock, makes the new value outside of it, and publishes it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ class Renewable(Generic[T]):
 
     def __init__(self, value: T) -> None:
         self._value = value
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._making = False
 
     @property
     def current(self) -> T:
@@ -26,11 +30,18 @@ class Renewable(Generic[T]):
 
     def renew(self, bad: T, make: Callable[[T], T], deadline: Deadline, step: str) -> T:
         """Replaces `bad` by what `make` gives; gives the current value when it is not `bad` any more."""
-        if not self._lock.acquire(timeout=deadline.remaining()):
-            raise deadline.exceeded(f"{step}: another call is connecting again", Fate.NOT_SENT)
+        with self._changed:
+            while self._making:
+                if not self._changed.wait(deadline.remaining()):
+                    raise deadline.exceeded(f"{step}: another call is connecting again", Fate.NOT_SENT)
+            if self._value is not bad:
+                return self._value
+            self._making = True
+        fresh = bad
         try:
-            if self._value is bad:
-                self._value = make(bad)
-            return self._value
+            fresh = make(bad)
         finally:
-            self._lock.release()
+            with self._changed:
+                self._value, self._making = fresh, False
+                self._changed.notify_all()
+        return fresh

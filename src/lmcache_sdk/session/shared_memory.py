@@ -15,7 +15,7 @@ import os
 import re
 from typing import Final
 
-from lmcache_sdk.errors import ConnectError, RemoteProtocolError
+from lmcache_sdk.errors import ConnectError, Fate, RemoteProtocolError
 from lmcache_sdk.values import override
 
 _NAME: Final = re.compile(r"lmcache_l1_pool_[A-Za-z0-9_.\-]{1,200}")
@@ -52,7 +52,8 @@ class SharedPool:
             if found.st_size != size:
                 raise ConnectError(
                     f"the server announces a pool of {size} bytes, but the segment /dev/shm/{name} seen here has "
-                    f"{found.st_size}: it belongs to another server. {_HOW_TO_SHARE}"
+                    f"{found.st_size}: it belongs to another server. {_HOW_TO_SHARE}",
+                    fate=Fate.ANSWERED,
                 )
             self.inode: tuple[int, int] = (found.st_dev, found.st_ino)
             self._mapping: mmap.mmap | None = _map(fd, size, name)
@@ -75,7 +76,8 @@ def unproven(name: str) -> ConnectError:
     """The error for a segment that has the right name and size and still is not the server's."""
     return ConnectError(
         f"the segment /dev/shm/{name} seen here is not the server's: bytes that the server wrote into its pool did "
-        f"not show up. {_HOW_TO_SHARE}"
+        f"not show up. {_HOW_TO_SHARE}",
+        fate=Fate.ANSWERED,
     )
 
 
@@ -83,18 +85,25 @@ def _map(fd: int, size: int, name: str) -> mmap.mmap:
     try:
         return mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError, OverflowError) as error:
-        raise ConnectError(f"the server's pool /dev/shm/{name} of {size} bytes cannot be mapped: {error}") from error
+        raise ConnectError(
+            f"the server's pool /dev/shm/{name} of {size} bytes cannot be mapped: {error}", fate=Fate.ANSWERED
+        ) from error
 
 
 def _open(name: str) -> int:
     try:
         return _posixshmem.shm_open(f"/{name}", os.O_RDWR | getattr(os, "O_CLOEXEC", 0), mode=0o600)
     except FileNotFoundError as error:
-        raise ConnectError(f"the server's pool /dev/shm/{name} does not exist here. {_HOW_TO_SHARE}") from error
+        raise ConnectError(
+            f"the server's pool /dev/shm/{name} does not exist here. {_HOW_TO_SHARE}", fate=Fate.ANSWERED
+        ) from error
     except PermissionError as error:
         raise ConnectError(
             f"the server's pool /dev/shm/{name} may not be opened by this user: the server creates it for its own "
-            "user only (mode 0600); run this process as that user"
+            "user only (mode 0600); run this process as that user",
+            fate=Fate.ANSWERED,
         ) from error
     except OSError as error:
-        raise ConnectError(f"the server's pool /dev/shm/{name} cannot be opened: {error}. {_HOW_TO_SHARE}") from error
+        raise ConnectError(
+            f"the server's pool /dev/shm/{name} cannot be opened: {error}. {_HOW_TO_SHARE}", fate=Fate.ANSWERED
+        ) from error

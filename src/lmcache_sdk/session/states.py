@@ -23,6 +23,7 @@ class LeaseState(enum.Enum):
     HELD = "held"
     UNCERTAIN = "uncertain"
     RELEASED = "released"
+    LEFT = "left to the server's TTL"
 
 
 class ReservationState(enum.Enum):
@@ -55,6 +56,7 @@ class Event(enum.Enum):
     NOTHING_CACHED = "nothing cached"
     COMMITTED = "committed"
     FREED = "freed"
+    GIVEN_UP = "given up"
     DEADLINE_PASSED = "deadline passed"
     TTL_PASSED = "ttl passed"
     PREPARE_SENT = "prepare sent"
@@ -81,16 +83,17 @@ LEASE_TRANSITIONS: Final[Table[LeaseState]] = {
     _L.HELD: {
         Event.COMMITTED: _L.RELEASED,
         Event.FREED: _L.RELEASED,
-        Event.DEADLINE_PASSED: _L.UNCERTAIN,
         Event.TTL_PASSED: _L.RELEASED,
     },
     _L.UNCERTAIN: {
         Event.PREFETCH_READY: _L.HELD,
         Event.NOTHING_CACHED: _L.RELEASED,
         Event.FREED: _L.RELEASED,
+        Event.GIVEN_UP: _L.LEFT,
         Event.TTL_PASSED: _L.RELEASED,
     },
     _L.RELEASED: {},
+    _L.LEFT: {},
 }
 
 RESERVATION_TRANSITIONS: Final[Table[ReservationState]] = {
