@@ -55,6 +55,7 @@ FACTS: Final[dict[str, dict[str, Any]]] = {
 FATES: Final = {
     **dict.fromkeys(("UsageError", "ArgumentTypeError", "SessionClosedError"), Fate.NOT_SENT),
     **dict.fromkeys(("LocalProtocolError", "UnsupportedError", "ConnectError"), Fate.NOT_SENT),
+    **dict.fromkeys(("LayoutError", "UnknownLayoutError", "ShapeMismatchError"), Fate.NOT_SENT),
     **dict.fromkeys(("RemoteProtocolError", "ServerError", "NotRegisteredError", "LeaseExpiredError"), Fate.ANSWERED),
     **dict.fromkeys(("StoreRejectedError", "PoolFullError", "AlreadyCachedError", "HTTPStatusError"), Fate.ANSWERED),
 }

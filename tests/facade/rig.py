@@ -132,10 +132,17 @@ class Rig:
         """/status, with the instances that are registered now."""
         return status_page(cache_context_meta=self.engines, registered_non_cuda_instance_ids=[*self.server.instances])
 
-    def connect(self, timeout: float = 10.0, **options: Any) -> LMCacheKVCacheContext:
-        """A context on this server, closed at the end of the block if the test has not."""
+    def connect(
+        self, timeout: float = 20.0, *, call_timeout: float | None = None, **options: Any
+    ) -> LMCacheKVCacheContext:
+        """A context on this server, closed at the end of the block if the test has not.
+
+        `call_timeout` is for tests whose calls are meant to end at it: it spares the connect, which is not.
+        """
         arguments = {"url": self.port.url, "http_url": self.http.url, "model_name": MODEL, **options}
         self.contexts.append(lmc_sdk.connect(timeout=timeout, **arguments))
+        if call_timeout is not None:
+            self.contexts[-1]._timeout = call_timeout
         return self.contexts[-1]
 
     def cache(self, count: int, seed: int = 0, *, salt: str = "", first: int = 0) -> torch.Tensor:

@@ -154,7 +154,7 @@ def test_silence_is_a_timeout_that_names_its_step(
     rig: Rig, kind: type[p.Request[Any]], step: str, action: Action
 ) -> None:
     rig.cache(2)
-    ctx = rig.connect(SHORT)
+    ctx = rig.connect(call_timeout=SHORT)
     rig.server.on(kind, action)
     with pytest.raises(DeadlineExceededError) as caught:
         ctx.retrieve(TOKENS)
@@ -164,7 +164,7 @@ def test_silence_is_a_timeout_that_names_its_step(
 
 
 def test_a_lookup_names_itself(rig: Rig) -> None:
-    ctx = rig.connect(SHORT)
+    ctx = rig.connect(call_timeout=SHORT)
     rig.server.on(p.Lookup, silence)
     with pytest.raises(DeadlineExceededError) as caught:
         ctx.lookup(TOKENS)
@@ -173,7 +173,7 @@ def test_a_lookup_names_itself(rig: Rig) -> None:
 
 def test_a_prefetch_that_never_ends_is_a_timeout(rig: Rig) -> None:
     rig.cache(2)
-    ctx = rig.connect(SHORT)
+    ctx = rig.connect(call_timeout=SHORT)
     rig.server.always(p.QueryPrefetchStatus, loading)
     for call in (ctx.lookup, ctx.retrieve):
         with pytest.raises(DeadlineExceededError, match="still loading"):

@@ -177,9 +177,8 @@ def test_a_commit_that_says_false_is_found_out(rig: Rig) -> None:
 def test_empty_slots_of_chunks_that_another_writes_are_not_called_stored(shm_rig: Rig) -> None:
     """Cached, being written and no memory look alike: a lookup has the last word."""
     ctx = shm_rig.connect()
-    other = shm_rig.connect()
-    shm_rig.server.on(p.PrepareStore, silence)
-    other._timeout = SHORT  # the other client reserves, and never writes
+    other = shm_rig.connect(call_timeout=SHORT)
+    shm_rig.server.on(p.PrepareStore, silence)  # the other client reserves, and never writes
     with pytest.raises(DeadlineExceededError):
         other.store(kv(), TOKENS)
     result = ctx.store(kv(seed=1), TOKENS)
@@ -333,7 +332,7 @@ def test_silence_is_a_timeout_that_names_its_step(
 ) -> None:
     if kind is p.PrepareStore and not rig.shm:
         pytest.skip("an inline store prepares nothing")
-    ctx = rig.connect(SHORT)
+    ctx = rig.connect(call_timeout=SHORT)
     rig.server.on(kind, action)
     with pytest.raises(DeadlineExceededError) as caught:
         ctx.store(kv(), TOKENS)
@@ -341,7 +340,7 @@ def test_silence_is_a_timeout_that_names_its_step(
 
 
 def test_a_verification_that_is_not_answered_is_a_timeout(inline_rig: Rig) -> None:
-    ctx = inline_rig.connect(SHORT)
+    ctx = inline_rig.connect(call_timeout=SHORT)
     inline_rig.server.on(p.Lookup, answer, silence)
     with pytest.raises(DeadlineExceededError) as caught:
         ctx.store(kv(), TOKENS)

@@ -134,7 +134,7 @@ def test_a_commit_that_is_no_answer(rig: Rig, lie: Action) -> None:
 
 
 def test_a_second_try_after_a_timeout_never_publishes_unwritten_slots(shm_rig: Rig) -> None:
-    ctx = shm_rig.connect(1.0)
+    ctx = shm_rig.connect(call_timeout=1.0)
     shm_rig.server.on(p.PrepareStore, late(2.0))
     with pytest.raises(DeadlineExceededError):
         ctx.store(kv(), TOKENS)
@@ -155,7 +155,7 @@ def test_a_second_try_after_a_timeout_never_publishes_unwritten_slots(shm_rig: R
 
 
 def test_the_callers_tensor_may_change_after_the_timeout(shm_rig: Rig) -> None:
-    ctx = shm_rig.connect(1.0)
+    ctx = shm_rig.connect(call_timeout=1.0)
     shm_rig.server.on(p.PrepareStore, late(2.0))
     mine = kv()
     with pytest.raises(DeadlineExceededError):
@@ -168,7 +168,7 @@ def test_the_callers_tensor_may_change_after_the_timeout(shm_rig: Rig) -> None:
 
 
 def test_a_close_with_a_reservation_out_does_not_unregister(shm_rig: Rig) -> None:
-    ctx = shm_rig.connect(0.4)
+    ctx = shm_rig.connect(call_timeout=0.4)
     shm_rig.server.on(p.PrepareStore, silence)
     with pytest.raises(DeadlineExceededError):
         ctx.store(kv(), TOKENS)

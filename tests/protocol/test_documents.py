@@ -185,8 +185,6 @@ def test_a_strange_entry_of_another_model_keeps_nobody_from_connecting(strange: 
         ("world_size", 0, "world_size"),
         ("world_size", 256, "world_size"),
         ("world_size", "1", "world_size"),
-        ("kv_cache_layout", ..., "kv_cache_layout"),
-        ("kv_cache_layout", [], "kv_cache_layout"),
     ],
 )
 def test_entry_refusal_names_the_field(path: str, new: object, expected: str) -> None:
@@ -203,6 +201,16 @@ def test_engine_driven_refusal_names_the_field(path: str, new: object) -> None:
     entry = edited({"model_name": "m", "world_size": 1, "block_size": 16, "use_mla": False}, path, new)
     status = p.parse_status(body({**STATUS, "non_cuda_context_meta": {"9": entry}}))
     assert refusal(lambda: p.engine_driven_entries(status, "m")).path == f"status.non_cuda_context_meta.9.{path}"
+
+
+@pytest.mark.parametrize("layout", [..., None, [], "x", {}])
+def test_a_layout_stays_raw_until_somebody_needs_it(layout: object) -> None:
+    """What cannot be decoded prevents storing, never retrieving: the entry itself is good."""
+    entry = edited(ENTRY, "kv_cache_layout", layout)
+    status = p.parse_status(body({**STATUS, "cache_context_meta": {"7": entry}}))
+    found = p.model_entries(status, "m")["status.cache_context_meta.7"]
+    assert found.kv_cache_layout == (None if layout is ... else layout)
+    assert refused_at(lambda: p.parse_layout(found.kv_cache_layout, "at")).startswith("at")
 
 
 @pytest.mark.parametrize(

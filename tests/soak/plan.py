@@ -57,9 +57,9 @@ GRACE: Final = 40
 """Above the write TTL: a server that reaps an instance earlier publishes the slots it had reserved."""
 
 # ---- what is tolerated
-MEMORY_TOLERANCE: Final = 24 * 2**20
+MEMORY_TOLERANCE: Final = 16 * 2**20
 """Growth of RssAnon between the first part of a run after the warm-up and its end."""
-BLOCKS_TOLERANCE: Final = 30_000
+BLOCKS_TOLERANCE: Final = 20_000
 """Growth of the number of Python's allocated blocks over the same time."""
 OVERRUN_TOLERANCE: Final = 3.0
 """Seconds that a call may take longer than its timeout: 0.5 of clean-up, the rest for a machine with few cores."""

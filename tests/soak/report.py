@@ -93,8 +93,9 @@ class Witness:
         )
 
 
-_SLACK: Final = {"fds": 12, "threads": 2}
-"""A channel more, or a connection that is being made again, while the last measurement was taken."""
+_SLACK: Final = {"fds": 24, "threads": 2}
+"""Channels of four descriptors each: a session keeps as many as it ever needed at once, four for the threads and one
+for each call that a frozen server left unanswered. Threads: a connection that is being made again."""
 
 
 def witness_of(name: str, records: Sequence[Record]) -> Witness | str:

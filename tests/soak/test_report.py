@@ -90,7 +90,7 @@ def _after(name: str) -> Spoil:
         (_count("error.ConnectionLostError", 80 + CALM_SECONDS + 2), "although nothing happened"),
         (_late("rss_anon", plan.MEMORY_TOLERANCE + 1), "RssAnon grew"),
         (_late("blocks", plan.BLOCKS_TOLERANCE + 1), "blocks grew"),
-        (_late("fds", 20), "fds grew"),
+        (_late("fds", 25), "fds grew"),
         (_late("threads", 3), "threads grew"),
         (_after("fds"), "fds 4 before connect, 5 after close"),
         (_after("threads"), "threads 1 before connect, 2 after close"),

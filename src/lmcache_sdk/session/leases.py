@@ -9,8 +9,8 @@
   chunks whose lock a PREPARE took, it would take another reader's lock;
 - when the hit is not known it is asked for first, also later, when the server answers again. If nobody will ask any
   more, FREE is a last word only where the server binds it to the session (`free_needs_live_session`); if the number
-  came and was no number, FREE is sent where the server clips it to its own record (`free_clips_to_hit`). Elsewhere the TTL
-  does it: leaking beats stealing;
+  came and was no number, FREE is sent where the server clips it to its own record (`free_clips_to_hit`). Elsewhere the
+  TTL does it: leaking beats stealing;
 - a PREPARE that is not answered is committed all the same on an shm server: its answer may come late and holds locks.
 """
 
