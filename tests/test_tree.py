@@ -46,6 +46,7 @@ TREE: Final[dict[str, set[str]]] = {
         "debts",  # what a call that was given up still owes the server
         "discovery",  # what HTTP tells before the first frame: release, configuration, status
         "gate",  # one call at a time for each key; a close ends the waiting
+        "interrupts",  # when a signal handler may run: at a wait, and nowhere else
         "operation",  # one user call: its request id, its key, its guaranteed END_SESSION
         "probe",  # what HTTP says while the message port is silent
         "renewal",  # a channel that has gone bad, replaced once for all threads

@@ -326,17 +326,23 @@ def test_a_one_plane_cache_takes_one_plane(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("action", [silence, ignored, wrong_uid])
-@pytest.mark.parametrize(("kind", "step"), [(p.PrepareStore, "PREPARE_STORE"), (p.CommitStore, "COMMIT_STORE")])
+@pytest.mark.parametrize(
+    ("shm", "kind", "step"),
+    [
+        (True, p.PrepareStore, "PREPARE_STORE"),
+        (True, p.CommitStore, "COMMIT_STORE"),
+        (False, p.CommitStore, "COMMIT_STORE"),
+    ],
+)
 def test_silence_is_a_timeout_that_names_its_step(
-    rig: Rig, kind: type[p.Request[Any]], step: str, action: Action
+    shm: bool, kind: type[p.Request[Any]], step: str, action: Action
 ) -> None:
-    if kind is p.PrepareStore and not rig.shm:
-        pytest.skip("an inline store prepares nothing")
-    ctx = rig.connect(call_timeout=SHORT)
-    rig.server.on(kind, action)
-    with pytest.raises(DeadlineExceededError) as caught:
-        ctx.store(kv(), TOKENS)
-    assert caught.value.step == f"store: {step}" and caught.value.fate is Fate.UNKNOWN
+    with Rig(shm=shm) as rig:
+        ctx = rig.connect(call_timeout=SHORT)
+        rig.server.on(kind, action)
+        with pytest.raises(DeadlineExceededError) as caught:
+            ctx.store(kv(), TOKENS)
+        assert caught.value.step == f"store: {step}" and caught.value.fate is Fate.UNKNOWN
 
 
 def test_a_verification_that_is_not_answered_is_a_timeout(inline_rig: Rig) -> None:

@@ -305,7 +305,7 @@ PARSERS: Final = [
 
 
 @given(st.sampled_from(PARSERS), JSON)
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_any_json_is_a_document_or_refused(parse: Callable[[bytes], object], document: object) -> None:
     with suppress(RemoteProtocolError):
         parse(body(document))
@@ -318,7 +318,7 @@ def test_any_body_is_a_document_or_refused(parse: Callable[[bytes], object], tex
 
 
 @given(st.sampled_from(["cache_context_meta", "non_cuda_context_meta"]), JSON)
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_any_entry_is_read_or_refused_with_its_path(registry: str, entry: object) -> None:
     if isinstance(entry, dict):
         entry = {**entry, "model_name": "m"}
@@ -329,7 +329,7 @@ def test_any_entry_is_read_or_refused_with_its_path(registry: str, entry: object
 
 
 @given(JSON)
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_any_layout_is_read_or_refused_with_its_path(layout: object) -> None:
     if isinstance(layout, dict):
         where = refused_at(lambda: p.parse_layout({**LAYOUT, **layout}, "at"))
@@ -337,7 +337,7 @@ def test_any_layout_is_read_or_refused_with_its_path(layout: object) -> None:
 
 
 @given(st.sampled_from([path for path, _, _ in STATUS_WRONGS]), JSON)
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_one_wrong_field_of_a_good_status(path: str, new: object) -> None:
     where = refused_at(lambda: p.parse_status(body(edited(STATUS, path, new))))
     assert where == "" or where.startswith("status.")

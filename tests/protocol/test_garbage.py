@@ -99,7 +99,7 @@ def test_any_frames_decode_or_are_refused_as_a_reply(dialect: p.Dialect, frames:
 
 
 @given(DIALECTS, st.data(), PACKED | st.binary(max_size=64))
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_any_payload_of_any_reply_decodes_or_is_refused(dialect: p.Dialect, data: st.DataObject, frame: bytes) -> None:
     request = REQUESTS[data.draw(st.sampled_from(sorted(dialect.rules, key=lambda kind: kind.__name__)))]
     exchange = p.Exchange(dialect)
@@ -120,7 +120,7 @@ def test_decode_reply_alone_has_the_same_one_error(
 
 
 @given(DIALECTS, st.data())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_a_golden_reply_with_one_byte_changed(dialect: p.Dialect, data: st.DataObject) -> None:
     frames = _changed(data, data.draw(st.sampled_from(REPLIES)))
     for request in REQUESTS.values():
@@ -140,7 +140,7 @@ def test_any_frames_decode_or_are_refused_as_a_request(dialect: p.Dialect, frame
 
 
 @given(DIALECTS, st.data())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_any_payloads_of_any_request_decode_or_are_refused(dialect: p.Dialect, data: st.DataObject) -> None:
     rule = data.draw(st.sampled_from(sorted(dialect.rules.values(), key=lambda rule: rule.name)))
     payloads = data.draw(st.lists(PACKED | st.binary(max_size=64), min_size=len(rule.frames), max_size=4))
@@ -150,7 +150,7 @@ def test_any_payloads_of_any_request_decode_or_are_refused(dialect: p.Dialect, d
 
 
 @given(DIALECTS, st.data())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_a_golden_request_with_one_byte_changed(dialect: p.Dialect, data: st.DataObject) -> None:
     frames = _changed(data, data.draw(st.sampled_from(ASKED)))
     with suppress(RemoteProtocolError):

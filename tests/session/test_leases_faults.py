@@ -243,7 +243,7 @@ SCHEDULES: Final = st.dictionaries(st.integers(0, 9), st.sampled_from(list(Fault
     st.dictionaries(st.integers(0, 7), st.sampled_from([Fault.DROP, Fault.DISCONNECT]), max_size=1),
     SCHEDULES,
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_happens_to_the_messages(
     release: str, shm: bool, cached: int, sent: dict[int, Fault], received: dict[int, Fault]
 ) -> None:

@@ -165,7 +165,7 @@ HARMLESS: Final = (Fault.DELAY, Fault.DUPLICATE, Fault.REORDER)
     st.dictionaries(st.integers(0, 3), st.sampled_from([Fault.DROP, Fault.DISCONNECT]), max_size=1),
     st.dictionaries(st.integers(0, 4), st.sampled_from(list(Fault)), max_size=3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_happens_to_the_messages(
     release: str,
     cached: int,

@@ -18,7 +18,7 @@ TABLES: Final[dict[str, tuple[states.Table[Any], Callable[[], Machine[Any]], typ
     "session": (states.SESSION_TRANSITIONS, states.session_machine, SessionState),
 }
 ENDS: Final[dict[str, set[enum.Enum]]] = {
-    "lease": {LeaseState.RELEASED},
+    "lease": {LeaseState.RELEASED, LeaseState.LEFT},
     "reservation": {ReservationState.EMPTY, ReservationState.REJECTED, ReservationState.PUBLISHED},
     "session": set(),
 }

@@ -42,6 +42,7 @@ from lmcache_sdk.session import (
     ServerFacts,
     Session,
     check_resolvable,
+    deferred,
     discover,
     private_model_name,
 )
@@ -96,7 +97,7 @@ def open_connection(
     session = Session(arguments.addresses, facts.dialect)
     probe = HttpProbe(arguments.addresses, arguments.api_key)
     session.grace = facts.config.mp.worker_registration_grace_seconds
-    with contextlib.ExitStack() as stack:
+    with deferred(), contextlib.ExitStack() as stack:
         stack.callback(probe.close)
         stack.callback(session.close)
         if opening is not None:

@@ -19,6 +19,7 @@ from lmcache_sdk.layout import (
     as_chunk,
     batches,
     check_disjoint,
+    copied,
     layout_from_object,
     max_chunks_per_payload,
     new_result,
@@ -221,7 +222,7 @@ class KVSlotWriter:
         """The same range of a copy that nobody else has."""
         size = self._chunk_size
         start, end = self._first_chunk * size, (self._first_chunk + self._num_chunks) * size
-        copy = self._kv.detach()[:, :, start:end].clone(memory_format=torch.contiguous_format)
+        copy = copied(self._kv[:, :, start:end])
         return KVSlotWriter(copy, 0, self._num_chunks, self._layout, size, self._pool)
 
 

@@ -13,7 +13,7 @@ from lmcache_sdk.layout.blobs import (
 from lmcache_sdk.layout.chunking import batches, chunk_range, tail_tokens, token_range, whole_chunks
 from lmcache_sdk.layout.dtypes import dtype_from_name, dtype_name, itemsize
 from lmcache_sdk.layout.geometry import KVLayout, check_uncompressed, layout_from_document, layout_from_object
-from lmcache_sdk.layout.packing import check_kv, new_result, pack_chunk, unpack
+from lmcache_sdk.layout.packing import check_kv, copied, new_result, pack_chunk, unpack
 from lmcache_sdk.layout.views import as_chunk, check_disjoint, slot_view
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "check_kv",
     "check_uncompressed",
     "chunk_range",
+    "copied",
     "dtype_from_name",
     "dtype_name",
     "itemsize",

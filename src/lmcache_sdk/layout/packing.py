@@ -8,7 +8,9 @@ copied.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -16,6 +18,10 @@ from lmcache_sdk.errors import ArgumentTypeError, Fate, ShapeMismatchError
 from lmcache_sdk.layout.axes import HIDDEN, KV, LAYER, OBJECT_RANK, TOKEN
 from lmcache_sdk.layout.dtypes import itemsize
 from lmcache_sdk.layout.geometry import KVLayout
+
+_PID: Final = os.getpid()
+_SERIAL_ELEMENTS: Final = 32_768
+"""Elements up to which torch copies in the calling thread (its GRAIN_SIZE)."""
 
 _AXES = ((KV, "planes"), (LAYER, "layers"), (HIDDEN, "elements per token and layer"))
 
@@ -81,7 +87,28 @@ def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
     if source.shape != out.shape or source.dtype != out.dtype:
         expected, found = (f"{list(each.shape)} {each.dtype}" for each in (out, source))
         raise ShapeMismatchError(f"expected {expected}, found {found}", expected=expected, found=found)
-    out.copy_(source)
+    if os.getpid() == _PID:
+        out.copy_(source)
+    else:
+        _copy_in_pieces(source, out)
+
+
+def _copy_in_pieces(source: torch.Tensor, out: torch.Tensor) -> None:
+    """For a forked child: a larger copy asks OpenMP's threads to help, which exist in the parent only, for ever."""
+    if source.numel() <= _SERIAL_ELEMENTS:
+        out.copy_(source)
+        return
+    axis = max(range(source.dim()), key=source.size)
+    half = source.size(axis) // 2
+    for start, length in ((0, half), (half, source.size(axis) - half)):
+        _copy_in_pieces(source.narrow(axis, start, length), out.narrow(axis, start, length))
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous CPU copy that nobody else has."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    _copy(tensor.detach(), copy)
+    return copy
 
 
 def _check_has_data(kv: torch.Tensor) -> None:

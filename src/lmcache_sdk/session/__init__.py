@@ -3,6 +3,7 @@
 from lmcache_sdk.session.addresses import Addresses, check_resolvable, checked_addresses
 from lmcache_sdk.session.deadline import Deadline, checked_timeout
 from lmcache_sdk.session.discovery import ServerFacts, discover
+from lmcache_sdk.session.interrupts import deferred
 from lmcache_sdk.session.leases import ReadLease
 from lmcache_sdk.session.operation import Identity, Operation, Probe
 from lmcache_sdk.session.probe import HttpProbe
@@ -32,6 +33,7 @@ __all__ = [
     "check_resolvable",
     "checked_addresses",
     "checked_timeout",
+    "deferred",
     "discover",
     "new_instance_id",
     "private_model_name",

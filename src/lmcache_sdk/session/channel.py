@@ -18,7 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from lmcache_sdk.errors import ConnectError, ConnectionLostError, Fate, KVCacheSDKError, RemoteProtocolError
+from lmcache_sdk.errors import (
+    ConnectError,
+    ConnectionLostError,
+    Fate,
+    KVCacheSDKError,
+    RemoteProtocolError,
+    TransportError,
+)
 from lmcache_sdk.protocol import AnsweredLate, Dialect, Exchange, Frames, InFlight, Request, Unregister
 from lmcache_sdk.session.deadline import Deadline
 from lmcache_sdk.session.tracing import trace, tracing
@@ -49,7 +56,7 @@ class Channel:
             trace(">", entry.name, entry.frames)
         try:
             self._transport.send(entry.frames)
-        except BaseException:
+        except TransportError:
             self.exchange.withdraw(entry)
             self.broken = self.lost = True
             raise
@@ -101,7 +108,7 @@ class Channel:
             event = self.exchange.receive(frames)
         except RemoteProtocolError as error:
             # an id that nobody asked for: whoever sent it, it is not an answer to what we wait for
-            _log.warning("ignored a reply that belongs to no request of ours: %s", error)
+            _log.warning("ignored a reply that belongs to no request of ours: %s", str(error))
             return
         if isinstance(event, AnsweredLate):
             _log.debug("%s was answered late", event.entry.name)  # whoever owes something for it has the entry

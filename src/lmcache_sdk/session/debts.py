@@ -15,6 +15,7 @@ import attrs
 
 from lmcache_sdk.errors import Fate, StoreRejectedError
 from lmcache_sdk.session.deadline import Deadline
+from lmcache_sdk.session.interrupts import window
 from lmcache_sdk.session.operation import Operation
 
 _AT_A_TIME = 0.5
@@ -73,6 +74,8 @@ class DebtBook:
                 if all(debt.claimed for debt in owed):
                     self._changed.wait(deadline.capped(_AT_A_TIME).remaining())
             self.settle(deadline.capped(_AT_A_TIME))
+            with window():
+                pass  # an interruption may come between two attempts
             stuck = next((debt.operation.stuck for debt in owed if debt in self._debts and debt.operation.stuck), "")
             if stuck:
                 raise StoreRejectedError(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from lmcache_sdk.errors import Fate
 from lmcache_sdk.session.deadline import Deadline
+from lmcache_sdk.session.interrupts import window
 
 
 class KeyGate:
@@ -28,7 +29,9 @@ class KeyGate:
         """Holds the key for the time of a block."""
         with self._condition:
             while key in self._held:
-                if not self._condition.wait(deadline.remaining()) and key in self._held:
+                with window():
+                    woken = self._condition.wait(deadline.remaining())
+                if not woken and key in self._held:
                     raise deadline.exceeded(f"{step}: another call of this context on the same tokens", Fate.NOT_SENT)
                 self._check()
             self._held.add(key)

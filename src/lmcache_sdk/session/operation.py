@@ -164,7 +164,7 @@ class Operation:
         try:
             return self.channel.wait(entry, cleanup, self.name, interruptible=False)
         except KVCacheSDKError as error:
-            _log.debug("%s: clean-up without an answer: %s", self.name, error)
+            _log.debug("%s: clean-up without an answer: %s", self.name, str(error))
             return None
 
     def finish(self, deadline: Deadline) -> bool:
@@ -174,7 +174,7 @@ class Operation:
             try:
                 done = obligation.fulfil(deadline)
             except TransportError as error:
-                _log.debug("%s: clean-up request not sent: %s", self.name, error)
+                _log.debug("%s: clean-up request not sent: %s", self.name, str(error))
                 if not self.channel.broken:
                     return False
                 break  # nothing more can be said on it
@@ -186,7 +186,7 @@ class Operation:
             try:
                 self.settle(self.channel.submit(EndSession(request_id=self.request_id)), deadline)
             except KVCacheSDKError as error:
-                _log.debug("%s: END_SESSION was not sent: %s", self.name, error)
+                _log.debug("%s: END_SESSION was not sent: %s", self.name, str(error))
         return True
 
     def give_up(self) -> None:
@@ -195,7 +195,7 @@ class Operation:
             try:
                 obligation.last_resort()
             except KVCacheSDKError as error:
-                _log.debug("%s: %s", self.name, error)
+                _log.debug("%s: %s", self.name, str(error))
         if self._open and not self.channel.broken:
             self._open = False
             with contextlib.suppress(KVCacheSDKError):

@@ -206,7 +206,7 @@ class Reservation:
         except (KVCacheSDKError, RuntimeError, ValueError, TypeError, IndexError) as error:
             # illegal slots, or too late: nothing may be published, and UNREGISTER would do that, so it stays owed
             self.stuck = str(error)
-            _log.warning("%s: a reservation could not be completed: %s", self._operation.name, error)
+            _log.warning("%s: a reservation could not be completed: %s", self._operation.name, str(error))
 
     def _keep_copy(self) -> None:
         """From here on the caller may change its tensor."""

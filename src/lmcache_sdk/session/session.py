@@ -25,6 +25,7 @@ from lmcache_sdk.session.channel import Channel, ChannelPool
 from lmcache_sdk.session.deadline import Deadline, boot_time
 from lmcache_sdk.session.debts import DebtBook
 from lmcache_sdk.session.gate import KeyGate
+from lmcache_sdk.session.interrupts import deferred
 from lmcache_sdk.session.operation import CLEANUP_SECONDS, Identity, Operation, Probe
 from lmcache_sdk.session.shared_memory import SharedPool
 from lmcache_sdk.session.states import Event, SessionState, session_machine
@@ -36,6 +37,8 @@ _log = logging.getLogger("lmcache_sdk.session")
 CLOSE_SECONDS: Final = 1.2
 """The budget of close for calls in flight and for what earlier calls owe; UNREGISTER has CLEANUP_SECONDS of its own."""
 _ABANDON_LINGER: Final = 0.1
+_DEBT_SECONDS: Final = 0.05
+"""What a call gives to the debts of earlier ones: enough for a server that answers again."""
 
 
 class Session:
@@ -116,7 +119,8 @@ class Session:
                 raise ConnectionLostError(
                     f"{name}: the connection to {self.addresses.url} was lost", fate=Fate.NOT_SENT
                 )
-            self._debts.settle(Deadline.after(0.0))
+            if len(self._debts):
+                self._debts.settle(Deadline.after(_DEBT_SECONDS))
             if exclusive:
                 stack.enter_context(self._gate.hold(key, deadline, name))
                 self._debts.settle_key(key, deadline, name)
@@ -168,6 +172,11 @@ class Session:
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
+        with deferred(), self._counted():
+            yield
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
         with self._changed:
             self.check_open()
             self._active += 1
@@ -233,6 +242,10 @@ class Session:
             if not first:
                 return
             self._changed.notify_all()
+        with deferred():
+            self._close()
+
+    def _close(self) -> None:
         os.write(self._wake_write, b"!")
         deadline = Deadline.after(CLOSE_SECONDS)
         with self._changed:
@@ -255,7 +268,7 @@ class Session:
                     registration.unregister(channel, instance_id, deadline, "close")
                 del self._instances[instance_id]
             except KVCacheSDKError as error:
-                _log.debug("close: UNREGISTER was not answered: %s", error)
+                _log.debug("close: UNREGISTER was not answered: %s", str(error))
                 return
 
     def _release(self) -> None:

@@ -25,6 +25,7 @@ from lmcache_sdk.errors import (
 )
 from lmcache_sdk.protocol import Buffer
 from lmcache_sdk.session.deadline import Deadline
+from lmcache_sdk.session.interrupts import window
 from lmcache_sdk.values import override
 
 _Socket = zmq.Socket[bytes]
@@ -138,7 +139,9 @@ class ZmqTransport:
         watched: list[tuple[Any, int]] = [(socket, zmq.POLLIN) for socket in sockets]
         if interruptible:
             watched.append((self._wake_fd, zmq.POLLIN))
-        ready: list[object] = [source for source, _ in zmq.zmq_poll(watched, deadline.remaining_ms())]
+        with window() if interruptible else contextlib.nullcontext():
+            polled = zmq.zmq_poll(watched, deadline.remaining_ms())
+        ready: list[object] = [source for source, _ in polled]
         if interruptible and self._wake_fd in ready:
             raise SessionClosedError(f"{self._url}: the context was closed while a call was waiting", fate=Fate.UNKNOWN)
         return ready
