@@ -10,10 +10,9 @@ Only the main thread runs handlers, so elsewhere this does nothing. It nests: th
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
@@ -29,60 +28,99 @@ class _Deferral:
     def __init__(self) -> None:
         self.handlers: dict[int, Handler] = {}
         self.pending: list[tuple[int, FrameType | None]] = []
-        self.active = False
+        self.interruption: BaseException | None = None
+        """What a handler raised while the handlers were being exchanged."""
+        self.active: bool = False
 
     def begin(self) -> bool:
         """Takes the handlers' place; False when that is done already, or this is not the main thread."""
         if self.active or not _is_main():
             return False
+        # an interruption before the first handler is exchanged leaves things as they were; `active` comes last
+        self._exchange(self._defer, list(_SIGNALS))
         self.active = True
-        for number in _SIGNALS:
-            handler = signal.getsignal(number)
-            if callable(handler):
-                self.handlers[number] = handler
-                signal.signal(number, self._note)
         return True
+
+    def resume(self) -> None:
+        """Begins again behind a window, whatever comes meanwhile."""
+        while not self.active:
+            try:
+                self.begin()
+            except BaseException as error:  # noqa: BLE001  # raised again by `end`
+                self.interruption = error
+
+    def _defer(self, number: int) -> None:
+        handler = signal.getsignal(number)
+        if callable(handler) and handler != self._note:
+            self.handlers[number] = handler
+            signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.pending.append((number, frame))
 
+    def _restore(self, number: int) -> None:
+        signal.signal(number, self.handlers[number])
+
+    def _exchange(self, one: Callable[[int], None], numbers: list[int]) -> None:
+        """Does `one` for every number, whatever the handlers that are in place meanwhile raise."""
+        while numbers:
+            try:
+                while numbers:
+                    one(numbers[-1])
+                    numbers.pop()
+            except BaseException as error:  # noqa: BLE001  # raised again by `end`
+                self.interruption = error
+
     def end(self) -> None:
         """Puts the handlers back and runs those that were called for; the first that raises ends it."""
-        self.active = False
-        handlers, self.handlers = self.handlers, {}
+        self._exchange(self._restore, list(self.handlers))
+        handlers, self.handlers, self.active = self.handlers, {}, False
+        # only now: until the last handler was back, another call for it could come
         pending, self.pending = self.pending, []
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        interruption, self.interruption = self.interruption, None
         for number, frame in pending:
             handlers[number](number, frame)
+        if interruption is not None:
+            raise interruption
 
 
 _deferral: Final = _Deferral()
 
 
-@contextlib.contextmanager
-def deferred() -> Iterator[None]:
-    """Nothing interrupts the block but in its windows; what came meanwhile is raised behind it."""
-    if not _deferral.begin():
-        yield
-        return
-    try:
-        yield
-    finally:
-        _deferral.end()
+class deferred:  # noqa: N801  # used as a function is
+    """Nothing interrupts the block but in its windows; what came meanwhile is raised behind it.
+
+    Classes, not generators: an interruption inside contextlib would leave a generator to the collector, which would
+    defer again at some later time.
+    """
+
+    __slots__ = ("_mine",)
+
+    def __enter__(self) -> None:
+        self._mine: bool = _deferral.begin()
+
+    def __exit__(self, *_: object) -> None:
+        if self._mine:
+            _deferral.end()
 
 
-@contextlib.contextmanager
-def window() -> Iterator[None]:
+class window:  # noqa: N801  # used as a function is
     """A wait inside a deferred block, where an interruption may come."""
-    if not _deferral.active or not _is_main():
-        yield
-        return
-    try:
-        _deferral.end()
-        yield
-    finally:
-        _deferral.begin()
+
+    __slots__ = ("_mine",)
+
+    def __enter__(self) -> None:
+        self._mine: bool = _deferral.active and _is_main()
+        if self._mine:
+            try:
+                _deferral.end()
+            except BaseException:
+                _deferral.resume()
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._mine:
+            _deferral.resume()
 
 
 def _is_main() -> bool:

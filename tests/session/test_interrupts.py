@@ -1,0 +1,90 @@
+"""An interruption comes at a wait: at any other moment it would lose a reply, or a reservation that then gets published."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+import torch
+
+import lmcache_sdk.kvcache as lmc_sdk
+from lmcache_sdk.devserver import DevServer, PlayedEngine, unique_shm_name
+from lmcache_sdk.session.interrupts import deferred, window
+
+CHUNKS = 8
+
+
+class AlarmError(Exception):
+    """What the handler raises."""
+
+
+@pytest.fixture(autouse=True)
+def alarms() -> Iterator[None]:
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_it_waits_for_the_end_of_the_block() -> None:
+    done = False
+    with pytest.raises(AlarmError), deferred():
+        signal.raise_signal(signal.SIGALRM)
+        done = True
+    assert done
+
+
+def test_it_comes_in_a_window() -> None:
+    passed = False
+    with pytest.raises(AlarmError), deferred():
+        signal.raise_signal(signal.SIGALRM)
+        with window():
+            passed = True
+    assert not passed
+
+
+def test_blocks_nest_and_handlers_come_back() -> None:
+    handler = signal.getsignal(signal.SIGALRM)
+    with deferred():
+        with deferred():
+            assert signal.getsignal(signal.SIGALRM) != handler
+        assert signal.getsignal(signal.SIGALRM) != handler
+        with window():
+            assert signal.getsignal(signal.SIGALRM) == handler
+    assert signal.getsignal(signal.SIGALRM) == handler
+
+
+@pytest.mark.parametrize("shm_name", [unique_shm_name(), ""], ids=["shm", "inline"])
+def test_interrupted_calls_leave_nothing_and_publish_nothing_wrong(shm_name: str) -> None:
+    engine = PlayedEngine(model_name="m", num_layers=2, num_kv_heads=1, head_dim=16)
+    chooser = random.Random(7)
+    with DevServer(models=[engine], shm_name=shm_name, l1_size_bytes=2**28) as server:
+        with lmc_sdk.connect(server.url, server.http_url, "m", 10.0) as ctx:
+            kv = torch.randn(2, 2, CHUNKS * ctx.chunk_size, 16).to(torch.bfloat16)
+            began = time.perf_counter()
+            ctx.store(kv, range(kv.shape[2]))
+            usual = time.perf_counter() - began
+            interrupted = 0
+            for turn in range(1, 61):
+                tokens = range(turn * 10_000, turn * 10_000 + kv.shape[2])
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, chooser.uniform(0.0002, usual))
+                    ctx.store(kv, tokens)
+                    ctx.retrieve(tokens)
+                except AlarmError:
+                    interrupted += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                found = ctx.retrieve(tokens)
+                assert found is None or torch.equal(found, kv[:, :, : found.shape[2]])
+            assert interrupted > 10
+            held = server.held()
+            assert (held.read_locks, held.write_reservations, held.sessions) == (0, 0, 0)
+        assert server.held().registrations == frozenset()
