@@ -1,4 +1,4 @@
-"""An interruption comes at a wait: at any other moment it would lose a reply, or a reservation that then gets published."""
+"""An interruption comes at a wait: elsewhere it would lose a reply, or a reservation that then gets published."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def alarms() -> Iterator[None]:
 
 def test_it_waits_for_the_end_of_the_block() -> None:
     done = False
-    with pytest.raises(AlarmError), deferred():
+    with pytest.raises(AlarmError), deferred():  # noqa: PT012
         signal.raise_signal(signal.SIGALRM)
         done = True
     assert done
@@ -43,7 +43,7 @@ def test_it_waits_for_the_end_of_the_block() -> None:
 
 def test_it_comes_in_a_window() -> None:
     passed = False
-    with pytest.raises(AlarmError), deferred():
+    with pytest.raises(AlarmError), deferred():  # noqa: PT012
         signal.raise_signal(signal.SIGALRM)
         with window():
             passed = True

@@ -29,6 +29,7 @@ from lmcache_sdk.session.http_transport import HttpConversation, converse
 
 _CONFIG_PATHS: Final = ("/config", "/conf")
 _NOT_FOUND: Final = 404
+_RIGHT_PORT: Final = "Is http_url the HTTP port of the LMCache server, not that of the engine?"
 
 
 @attrs.frozen
@@ -69,6 +70,10 @@ def _version(http: HttpConversation, *, required: bool) -> str:
         try:
             version = parse_version(http.get(path), path.lstrip("/"))
         except (HTTPStatusError, RemoteProtocolError) as error:
+            if required and isinstance(error, RemoteProtocolError):
+                raise RemoteProtocolError(
+                    f"{error} (from {http.base_url}{path}). {_RIGHT_PORT}", path=error.path
+                ) from error
             if required and not (isinstance(error, HTTPStatusError) and error.status == _NOT_FOUND):
                 raise
             continue
@@ -77,9 +82,9 @@ def _version(http: HttpConversation, *, required: bool) -> str:
             return release
     if required:
         raise UnsupportedError(
-            "the server reports no LMCache version (/lmc_version and /version are missing, empty or NA), so its wire "
-            "cannot be "
-            'chosen. If you know the release, pass dialect=..., for example dialect="0.5.6"',
+            f"{http.base_url} reports no LMCache version (/lmc_version and /version are missing, empty or NA), so its wire "
+            f"cannot be chosen. {_RIGHT_PORT} If it is and you know the release, pass dialect=..., for example "
+            'dialect="0.5.6"',
             request="connect",
         )
     return ""

@@ -128,7 +128,7 @@ class HttpConversation:
     """Some calls to one server, on one connection, under one deadline."""
 
     def __init__(self, base_url: str, api_key: str | None, deadline: Deadline) -> None:
-        self._base_url = base_url
+        self.base_url: str = base_url
         self._bound = _Bound(deadline)
         self._session = requests.Session()
         self._session.trust_env = False
@@ -147,7 +147,7 @@ class HttpConversation:
 
     def get(self, path: str) -> bytes:
         """The body of GET `path`; raises HTTPStatusError for a status other than 200, and see `_translate`."""
-        url = self._base_url + path
+        url = self.base_url + path
         step = f"GET {url}"
         self._deadline.check(step, Fate.NOT_SENT)
         try:
@@ -174,14 +174,14 @@ class HttpConversation:
         causes = list(_chain(error))
         if any(isinstance(cause, _SpokeFirstError) for cause in causes):
             return UsageError(
-                f"http_url: {self._base_url} is not an HTTP server: it spoke first, as a ZMQ port does. Are url and "
+                f"http_url: {self.base_url} is not an HTTP server: it spoke first, as a ZMQ port does. Are url and "
                 "http_url swapped? Nothing was sent, because an HTTP request on its ZMQ port ends an LMCache "
                 "server's message thread"
             )
         if self._deadline.passed or any(isinstance(cause, TimeoutError) for cause in causes):
             return self._deadline.exceeded(step)
         if isinstance(error, (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema)):
-            return UsageError(f"http_url: {self._base_url!r} is not an address: {error}")
+            return UsageError(f"http_url: {self.base_url!r} is not an address: {error}")
         if isinstance(error, (requests.ConnectionError, OSError)):
             return ConnectError(f"{step}: cannot reach the HTTP server of http_url: {causes[-1]}")
         return RemoteProtocolError(f"{url}: not an HTTP answer: {causes[-1]}", path=url)
