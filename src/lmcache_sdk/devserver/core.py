@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 import attrs
@@ -51,25 +52,25 @@ class Core:
     """The state."""
 
     def __init__(self, settings: Settings) -> None:
-        self.lock = threading.RLock()
+        self.lock: AbstractContextManager[bool] = threading.RLock()
         self.settings = settings
         self.dialect: Dialect = settings.dialect
         self.behaviour: Behaviour = settings.behaviour
-        self.chunk_size = settings.chunk_size
+        self.chunk_size: int = settings.chunk_size
         self.chunk_size_chosen = False
-        self.server_id = str(uuid.uuid4())
-        self.pool = Pool(settings.l1_size_bytes, settings.pool_name)
-        self.objects = ObjectStore(
+        self.server_id: str = str(uuid.uuid4())
+        self.pool: Pool = Pool(settings.l1_size_bytes, settings.pool_name)
+        self.objects: ObjectStore = ObjectStore(
             self.pool,
             settings.clock,
             read_ttl=settings.read_ttl,
             write_ttl=settings.write_ttl,
             staged=self.behaviour.writes_are_staged,
         )
-        self.sessions = SessionTable(settings.clock, settings.session_ttl)
+        self.sessions: SessionTable = SessionTable(settings.clock, settings.session_ttl)
         self.jobs: dict[RequestId, LookupJob] = {}
-        self.instances = InstanceTable(settings.clock, reap=settings.reap, grace=settings.grace)
-        self.layouts = LayoutTable()
+        self.instances: InstanceTable = InstanceTable(settings.clock, reap=settings.reap, grace=settings.grace)
+        self.layouts: LayoutTable = LayoutTable()
         self.engines: dict[int, PlayedEngine] = {}
         self.pending_stores: dict[PendingName, list[ObjectName]] = {}
         self.pending_retrieves: dict[PendingName, list[ObjectName]] = {}

@@ -131,7 +131,7 @@ class HttpPort:
         self._message_address = message_address
         self._server = _Server((core.settings.host, core.settings.http_port), self)
         self._port = int(self._server.server_address[1])
-        self.url = f"http://{core.settings.host}:{self._port}"
+        self.url: str = f"http://{core.settings.host}:{self._port}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.02,), name="devserver-http", daemon=True
         )

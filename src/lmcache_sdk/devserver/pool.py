@@ -85,7 +85,7 @@ class Pool:
         if size < PAGE:
             raise UsageError(f"the pool needs at least {PAGE} bytes, got {size}")
         self.size = size
-        self.shm_name = full_name(shm_name) if shm_name else ""
+        self.shm_name: str = full_name(shm_name) if shm_name else ""
         if "/" in self.shm_name:
             raise UsageError(f"shm_name must not contain '/': {shm_name!r}")
         self._inode: int | None = None
@@ -93,7 +93,7 @@ class Pool:
         # from unmapping what a tensor still looks at
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map(), dtype=torch.uint8)
         self._free = FreeList(size // PAGE * PAGE)
-        self.used_nbytes = 0
+        self.used_nbytes: int = 0
 
     def _map(self) -> mmap.mmap:
         if not self.shm_name:

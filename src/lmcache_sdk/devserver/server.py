@@ -82,7 +82,7 @@ class DevServer:
         api_key: str | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.settings = Settings(
+        self.settings: Settings = Settings(
             speak=speak,
             host=host,
             port=port,

@@ -99,7 +99,7 @@ class MessagePort:
         self.intercept: Intercept | None = None
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()
-        self.dead = False
+        self.dead: bool = False
         self._context = zmq.Context()
         self._socket = self._bind()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -122,7 +122,7 @@ class MessagePort:
             raise OSError(error.errno, f"message port: {error}") from error
         endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)  # it is an option of bytes
-        self.url = endpoint.rstrip(b"\0").decode()
+        self.url: str = endpoint.rstrip(b"\0").decode()
         return socket
 
     def start(self) -> None:

@@ -82,8 +82,8 @@ def _version(http: HttpConversation, *, required: bool) -> str:
             return release
     if required:
         raise UnsupportedError(
-            f"{http.base_url} reports no LMCache version (/lmc_version and /version are missing, empty or NA), so its wire "
-            f"cannot be chosen. {_RIGHT_PORT} If it is and you know the release, pass dialect=..., for example "
+            f"{http.base_url} reports no LMCache version (/lmc_version and /version are missing, empty or NA), so its "
+            f"wire cannot be chosen. {_RIGHT_PORT} If it is and you know the release, pass dialect=..., for example "
             'dialect="0.5.6"',
             request="connect",
         )
