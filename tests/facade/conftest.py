@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.facade.rig import Rig
+from tests.session.ports import hasty as hasty  # noqa: PLC0414  # a fixture
 
 
 @pytest.fixture(params=[True, False], ids=["shm", "inline"])

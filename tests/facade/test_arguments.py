@@ -147,6 +147,22 @@ def test_tensors_that_are_no_sequence(tokens: object) -> None:
         checked_tokens(tokens)
 
 
+class OddArray:
+    """An array of somebody's own whose list is none."""
+
+    ndim = 1
+    dtype = np.dtype("i8")
+
+    def tolist(self) -> object:
+        return (1, 2)
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor([1, 0, 2]).to_sparse(), OddArray()], ids=["sparse", "odd array"])
+def test_tensors_and_arrays_of_a_form_that_is_not_plain(tokens: object) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^tokens: "):
+        checked_tokens(tokens)
+
+
 @given(st.lists(st.integers() | st.booleans() | st.floats() | st.text() | st.none(), max_size=8))
 def test_any_list_is_tokens_or_refused(tokens: list[Any]) -> None:
     try:

@@ -135,6 +135,13 @@ def test_a_registration_that_is_not_answered(inline_rig: Rig, action: Action) ->
     assert inline_rig.server.instances == {}
 
 
+def test_silence_in_a_dialect_that_the_caller_chose_says_so(inline_rig: Rig) -> None:
+    """A server does not answer what it cannot read."""
+    inline_rig.server.on(p.Register, silence)
+    with pytest.raises(DeadlineExceededError, match=r"reports version '0\.5\.6'.*dialect='0\.5\.5'"):
+        inline_rig.connect(1.0, dialect="0.5.5")
+
+
 # ---- the proof -------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,10 @@ from lmcache_sdk import (
 from lmcache_sdk import protocol as p
 from tests.facade.rig import CHUNK, LAYOUT, MODEL, TOKENS, Rig, kv, status_entry
 from tests.fix_fake_server import NOTHING
+from tests.fix_faults import wrong_opcode
 from tests.session.pages import status_page
+
+pytestmark = pytest.mark.usefixtures("hasty")
 
 MLA: Final = KVLayout(num_layers=2, dtype=torch.float32, head_dim=8, is_mla=True)
 
@@ -118,6 +121,31 @@ def test_the_layout_of_a_retrieved_object_is_learned_for_stores(rig: Rig) -> Non
     assert ctx.store(kv(), TOKENS)
     ctx.close()
     assert rig.server.instances == {} and rig.server.held() == NOTHING
+
+
+def test_a_layout_that_cannot_be_registered_does_not_spoil_what_was_retrieved(rig: Rig) -> None:
+    rig.engines["7"] = status_entry(engine_kv_format="NL_X_SOMETHING_NEW")
+    cached = rig.cache(1)
+    ctx = rig.connect()
+    rig.server.on(p.Register, wrong_opcode)
+    found = ctx.retrieve(TOKENS)
+    assert found is not None and torch.equal(found, cached) and ctx.layout is None
+    assert ctx.retrieve(TOKENS) is not None and ctx.layout is not None  # the next retrieve tries again
+    ctx.close()
+    assert rig.server.instances == {}
+
+
+def test_a_learned_layout_survives_a_reconnect(rig: Rig) -> None:
+    rig.engines["7"] = status_entry(engine_kv_format="NL_X_SOMETHING_NEW")
+    rig.cache(1)
+    ctx = rig.connect()
+    assert ctx.retrieve(TOKENS) is not None
+    learned = ctx.layout
+    rig.restart()
+    assert ctx.retrieve(TOKENS) is None
+    assert ctx.layout == learned and ctx.store(kv(), TOKENS)
+    found = ctx.retrieve(TOKENS)
+    assert found is not None and torch.equal(found, kv())
 
 
 def test_a_model_that_only_engine_driven_instances_hold(rig: Rig) -> None:

@@ -32,6 +32,8 @@ from tests.fix_faults import ignored, late, silence
 from tests.session.pages import status_page
 from tests.session.ports import page
 
+pytestmark = pytest.mark.usefixtures("hasty")
+
 MANY: Final = 8
 
 
@@ -343,8 +345,11 @@ def test_a_retrieve_is_tried_again_on_the_same_server(rig: Rig) -> None:
     assert isinstance(found, torch.Tensor) and torch.equal(found, cached)
 
 
-def test_an_instance_that_the_server_has_forgotten_is_registered_anew(rig: Rig) -> None:
+def test_an_instance_that_the_server_has_forgotten_is_registered_anew(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Transfers of an unregistered instance are never answered; HTTP tells."""
+    monkeypatch.setattr("lmcache_sdk.session.operation._SILENCE_SECONDS", 0.2)
     cached = rig.cache(2)
     ctx = rig.connect(30)
     rig.server.instances.clear()

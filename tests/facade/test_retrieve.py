@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lmcache_sdk.kvcache as lmc_sdk
-from lmcache_sdk import DeadlineExceededError, LookupResult, NotRegisteredError
+from lmcache_sdk import DeadlineExceededError, Fate, LookupResult, NotRegisteredError
 from lmcache_sdk import protocol as p
 from tests.facade.rig import CHUNK, MODEL, TOKENS, Rig, raw
 from tests.fix_fake_server import NOTHING, Action, Chunk, answer
@@ -20,6 +20,8 @@ from tests.fix_faults import (
     then,
     wrong_uid,
 )
+
+pytestmark = pytest.mark.usefixtures("hasty")
 
 SHORT: Final = 0.4
 """A timeout that is meant to pass."""
@@ -141,26 +143,34 @@ def test_module_functions_do_the_same(rig: Rig) -> None:
 # ---- timeouts are never a miss ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("action", [silence, ignored, wrong_uid])
-@pytest.mark.parametrize(
-    ("kind", "step"),
-    [
-        (p.Lookup, "LOOKUP"),
-        (p.QueryPrefetchStatus, "QUERY_PREFETCH_STATUS"),
-        (p.PrepareRetrieve, "PREPARE_RETRIEVE"),
-    ],
-)
-def test_silence_is_a_timeout_that_names_its_step(
-    rig: Rig, kind: type[p.Request[Any]], step: str, action: Action
-) -> None:
+STEPS: Final = [
+    (p.Lookup, "LOOKUP"),
+    (p.QueryPrefetchStatus, "QUERY_PREFETCH_STATUS"),
+    (p.PrepareRetrieve, "PREPARE_RETRIEVE"),
+]
+
+
+@pytest.mark.parametrize(("kind", "step"), STEPS)
+def test_silence_is_a_timeout_that_names_its_step(rig: Rig, kind: type[p.Request[Any]], step: str) -> None:
     rig.cache(2)
     ctx = rig.connect(call_timeout=SHORT)
-    rig.server.on(kind, action)
+    rig.server.on(kind, silence)
     with pytest.raises(DeadlineExceededError) as caught:
         ctx.retrieve(TOKENS)
-    assert caught.value.step == f"retrieve: {step}"
+    assert caught.value.step == f"retrieve: {step}" and caught.value.fate is Fate.UNKNOWN
     assert "HTTP port answers" in str(caught.value)
     assert rig.server.held().stolen == 0
+    rig.port.close()  # spares the close its patience
+
+
+@pytest.mark.parametrize("action", [ignored, wrong_uid])
+def test_a_lost_request_and_an_answer_to_nobody_are_timeouts_too(inline_rig: Rig, action: Action) -> None:
+    ctx = inline_rig.connect(call_timeout=SHORT)
+    inline_rig.server.on(p.Lookup, action)
+    with pytest.raises(DeadlineExceededError) as caught:
+        ctx.retrieve(TOKENS)
+    assert caught.value.step == "retrieve: LOOKUP"
+    inline_rig.port.close()
 
 
 def test_a_lookup_names_itself(rig: Rig) -> None:
@@ -169,6 +179,7 @@ def test_a_lookup_names_itself(rig: Rig) -> None:
     with pytest.raises(DeadlineExceededError) as caught:
         ctx.lookup(TOKENS)
     assert caught.value.step == "lookup: LOOKUP"
+    rig.port.close()
 
 
 def test_a_prefetch_that_never_ends_is_a_timeout(rig: Rig) -> None:
@@ -178,6 +189,7 @@ def test_a_prefetch_that_never_ends_is_a_timeout(rig: Rig) -> None:
     for call in (ctx.lookup, ctx.retrieve):
         with pytest.raises(DeadlineExceededError, match="still loading"):
             call(TOKENS)
+    rig.port.close()
 
 
 @pytest.mark.parametrize("kind", [p.FreeLookupLocks, p.EndSession, p.CommitRetrieve])

@@ -23,6 +23,8 @@ from tests.fix_faults import (
     wrong_opcode,
 )
 
+pytestmark = pytest.mark.usefixtures("hasty")
+
 # ---- lies of both planes ---------------------------------------------------------------------------------------------
 
 NUMBERS: Final = {

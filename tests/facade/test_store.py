@@ -28,7 +28,15 @@ from tests.facade.rig import CHUNK, MODEL, TOKENS, Rig, chunk_of, kv, raw
 from tests.fix_fake_server import NOTHING, Action, answer
 from tests.fix_faults import ignored, instead, silence, then, wrong_uid
 
+pytestmark = pytest.mark.usefixtures("hasty", "soon_evicted")
+
 SHORT: Final = 0.4
+
+
+@pytest.fixture
+def soon_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full pool is given a moment to evict, and not the second and a half of a real one."""
+    monkeypatch.setattr("lmcache_sdk.facade.storing._EVICTION_SECONDS", 0.25)
 
 
 def chunk_raw(tensor: torch.Tensor, index: int) -> bytes:
@@ -325,13 +333,14 @@ def test_a_one_plane_cache_takes_one_plane(rig: Rig) -> None:
 # ---- timeouts are never False ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("action", [silence, ignored, wrong_uid])
 @pytest.mark.parametrize(
-    ("shm", "kind", "step"),
+    ("shm", "kind", "step", "action"),
     [
-        (True, p.PrepareStore, "PREPARE_STORE"),
-        (True, p.CommitStore, "COMMIT_STORE"),
-        (False, p.CommitStore, "COMMIT_STORE"),
+        (True, p.PrepareStore, "PREPARE_STORE", silence),
+        (True, p.PrepareStore, "PREPARE_STORE", ignored),
+        (True, p.CommitStore, "COMMIT_STORE", silence),
+        (False, p.CommitStore, "COMMIT_STORE", ignored),
+        (False, p.CommitStore, "COMMIT_STORE", wrong_uid),
     ],
 )
 def test_silence_is_a_timeout_that_names_its_step(
@@ -343,6 +352,7 @@ def test_silence_is_a_timeout_that_names_its_step(
         with pytest.raises(DeadlineExceededError) as caught:
             ctx.store(kv(), TOKENS)
         assert caught.value.step == f"store: {step}" and caught.value.fate is Fate.UNKNOWN
+        rig.port.close()  # spares the close its patience
 
 
 def test_a_verification_that_is_not_answered_is_a_timeout(inline_rig: Rig) -> None:
@@ -351,3 +361,4 @@ def test_a_verification_that_is_not_answered_is_a_timeout(inline_rig: Rig) -> No
     with pytest.raises(DeadlineExceededError) as caught:
         ctx.store(kv(), TOKENS)
     assert caught.value.step == "store: LOOKUP"
+    inline_rig.port.close()

@@ -15,6 +15,8 @@ from tests.facade.rig import CHUNK, TOKENS, Rig, kv, raw
 from tests.fix_fake_server import Action
 from tests.fix_faults import changed, instead, late, payload, says, silence, value, wrong_opcode
 
+pytestmark = pytest.mark.usefixtures("hasty")
+
 Prepared = p.PreparedStore
 
 

@@ -124,6 +124,7 @@ STATUS_WRONGS: Final[list[tuple[str, object, str]]] = [
     ("chunk_size", -1, "status.chunk_size"),
     ("chunk_size", 2**40, "status.chunk_size"),
     ("chunk_size", 10**30, "status.chunk_size"),
+    ("is_healthy", 10**300, "status.is_healthy"),
     ("is_healthy", "yes", "status.is_healthy"),
     ("active_sessions", [], "status.active_sessions"),
     ("cache_context_meta", [], "status.cache_context_meta"),

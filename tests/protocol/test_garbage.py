@@ -189,6 +189,69 @@ def test_what_cannot_be_encoded_has_one_error_too(release: str) -> None:
         p.encode_request(dialect, CorrelationId(2**64), p.Noop())
 
 
+# ---- messages that contradict themselves
+
+_SLOT: Final = {"offset": 0, "length": 4, "shape": [1], "dtype": "uint8"}
+
+
+def _stored(slots: list[object] | None, indices: list[int] | None) -> object:
+    """What a PREPARE_STORE answers."""
+    context = {"slots": slots, "chunk_indices": indices}
+    return {"context": {name: value for name, value in context.items() if value is not None}}
+
+
+def _read(success: bool, data: bytes, **context: object) -> object:
+    """What a PREPARE_RETRIEVE answers."""
+    return {"success": success, "data": data, "context": context}
+
+
+CONTRADICTIONS: Final[list[tuple[type[p.Request[Any]], object, str]]] = [
+    (p.PrepareStore, _stored(None, [0]), "prepare_store.context"),
+    (p.PrepareStore, _stored([_SLOT], None), "prepare_store.context.chunk_indices"),
+    (p.PrepareStore, _stored([], [0]), "prepare_store.context.chunk_indices"),
+    (p.PrepareStore, _stored([_SLOT, _SLOT], [1, 1]), "prepare_store.context.chunk_indices"),
+    (p.PrepareStore, _stored([_SLOT, _SLOT], [1, 0]), "prepare_store.context.chunk_indices"),
+    (p.PrepareStore, _stored([_SLOT], [-1]), "prepare_store.context.chunk_indices"),
+    (p.PrepareStore, _stored([{**_SLOT, "shape": []}], [0]), "prepare_store.context.slots[0].shape"),
+    (p.PrepareStore, _stored([_SLOT, {**_SLOT, "shape": [1] * 17}], [0, 1]), "prepare_store.context.slots[1].shape"),
+    (p.PrepareStore, _stored([{**_SLOT, "shape": [0]}], [0]), "prepare_store.context.slots[0].shape"),
+    (p.PrepareRetrieve, _read(False, b"x"), "prepare_retrieve.success"),
+    (p.PrepareRetrieve, _read(False, b"", slots=[_SLOT]), "prepare_retrieve.success"),
+    (p.PrepareRetrieve, _read(True, b"x", slots=[_SLOT]), "prepare_retrieve.data"),
+    (p.PrepareRetrieve, _read(True, b"", slots=[{**_SLOT, "offset": -1}]), "prepare_retrieve.context.slots[0].offset"),
+    (p.Register, {"shm_name": "x", "pool_size": -1}, "register.pool_size"),
+    (p.QueryPrefetchStatus, -1, "prefetch_status"),
+    (p.QueryPrefetchStatus, 2**40, "prefetch_status"),
+    (p.GetChunkSize, 2**40, "chunk_size"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reply", "path"), CONTRADICTIONS)
+@pytest.mark.parametrize("release", ["0.5.0", "0.5.7rc2"])
+def test_a_reply_that_contradicts_itself_is_refused_with_its_path(
+    release: str, kind: type[p.Request[Any]], reply: object, path: str
+) -> None:
+    exchange = p.Exchange(p.DIALECTS[release])
+    entry = exchange.send(REQUESTS[kind])
+    exchange.receive([bytes(entry.frames[0]), bytes(entry.frames[1]), msgspec.msgpack.encode(reply)])
+    with pytest.raises(RemoteProtocolError) as caught:
+        entry.reply()
+    assert caught.value.path == path and str(caught.value).startswith(path.split(".", maxsplit=1)[0])
+
+
+@pytest.mark.parametrize("release", p.DIALECTS)
+def test_a_key_with_tokens_that_are_none_is_refused(release: str) -> None:
+    dialect = p.DIALECTS[release]
+    frames = p.encode_request(dialect, CorrelationId(0), REQUESTS[p.Lookup])
+    key = msgspec.msgpack.decode(frames[2])
+    packed = dialect.key_form is p.KeyForm.TOKEN_BYTES
+    wrong = [b"abc", b"abcde"] if packed else [[-1], [2**32], [2**63]]
+    for tokens in wrong:
+        key["token_bytes" if packed else "token_ids"] = tokens
+        with pytest.raises(RemoteProtocolError, match=r"^key: token ids out of range or torn"):
+            p.decode_request(dialect, [frames[0], frames[1], msgspec.msgpack.encode(key), *frames[3:]])
+
+
 # ---- sizes
 
 

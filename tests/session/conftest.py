@@ -8,6 +8,7 @@ import pytest
 
 from tests.fix_faults import FakeClock
 from tests.session.office import Office
+from tests.session.ports import hasty as hasty  # noqa: PLC0414  # a fixture
 
 
 @pytest.fixture

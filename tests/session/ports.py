@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Final
 
 import attrs
+import pytest
 import zmq
 
 from lmcache_sdk.values import override
@@ -144,6 +145,7 @@ class HttpPort(_Port):
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1" if keep_alive else "HTTP/1.0"
             timeout = 2.0
+            wbufsize = -1  # one segment per answer: two would wait for a delayed acknowledgement
 
             @override
             def setup(self) -> None:
@@ -177,7 +179,7 @@ class HttpPort(_Port):
 
     @override
     def _serve(self) -> None:
-        self._server.serve_forever(poll_interval=0.02)
+        self._server.serve_forever(poll_interval=0.005)
         self._server.server_close()
 
     @override
@@ -204,7 +206,7 @@ class RawPort(_Port):
         self._talk = talk
         self._over = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(0.02)
+        self._listener.settimeout(0.005)
         self.port: int = self._listener.getsockname()[1]
         self.num_connections = 0
         self.received = b""
@@ -244,6 +246,12 @@ def stay_silent(connection: socket.socket, over: threading.Event) -> None:
             if connection.recv(1, socket.MSG_PEEK) == b"":
                 return
         over.wait(0.005)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests with many connections to what is an HTTP server for sure: listens a moment only before it asks."""
+    monkeypatch.setattr("lmcache_sdk.session.http_transport._LISTEN_MS", 1)
 
 
 def closed_port() -> int:

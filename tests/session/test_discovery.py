@@ -12,6 +12,8 @@ from lmcache_sdk.session import Addresses, Deadline, ServerFacts, discover
 from tests.session.pages import config_page, server_pages, status_page
 from tests.session.ports import HttpPort, Page, page
 
+pytestmark = pytest.mark.usefixtures("hasty")
+
 HTML: Final = Page(b"<html>busy</html>")
 
 

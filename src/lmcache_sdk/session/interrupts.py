@@ -72,14 +72,17 @@ class _Deferral:
                 self.interruption = error
 
     def end(self) -> None:
-        """Puts the handlers back and runs those that were called for; the first that raises ends it."""
+        """Puts the handlers back and runs all that were called for; what the first of them raised goes on then."""
         self._exchange(self._restore, list(self.handlers))
         handlers, self.handlers, self.active = self.handlers, {}, False
         # only now: until the last handler was back, another call for it could come
         pending, self.pending = self.pending, []
         interruption, self.interruption = self.interruption, None
         for number, frame in pending:
-            handlers[number](number, frame)
+            try:
+                handlers[number](number, frame)
+            except BaseException as error:  # noqa: BLE001  # a SIGTERM must not get lost behind a SIGINT
+                interruption = interruption or error
         if interruption is not None:
             raise interruption
 
