@@ -12,7 +12,7 @@ CLEAN := .venvs/clean
 PIP   := -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo fmt lint layers types surface test fast golden interop faults soak wheel fuzz cov check clean docs
+.PHONY: help setup demo fmt lint layers types surface test fast golden interop faults soak bench wheel fuzz cov check clean docs
 
 help: ## prints these lines
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -40,7 +40,7 @@ layers: $(READY) ## lint-imports: who may import whom
 	$(BIN)/lint-imports
 
 types: $(READY) ## mypy --strict on src and tests, then the typing tests
-	$(BIN)/mypy src tests examples docs
+	$(BIN)/mypy src tests examples docs benchmarks
 	$(BIN)/pytest tests/typing
 
 surface: $(READY) ## every public name completely typed, as a user's checker sees it
@@ -69,6 +69,11 @@ RELEASES ?= 0.5.6 0.5.7rc2
 soak: $(READY) ## ten minutes of load on real servers that are frozen and killed; SECONDS=60 SEED=... RELEASES=...
 	$(BIN)/python tests/integration/make_env.py
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) --releases $(RELEASES) $(if $(SEED),--seed $(SEED))
+
+# `make bench BENCH=--quick` is a look in two minutes; benchmarks/README.md has the other options.
+bench: $(READY) ## speed and memory against the official SDK and the floors, on real servers; prints the table (12 minutes)
+	$(BIN)/python tests/integration/make_env.py
+	$(BIN)/python -m benchmarks $(BENCH)
 
 wheel: $(READY) ## builds the wheel, installs it in a clean environment, checks it there as a user would
 	rm -rf dist/wheel

@@ -1,0 +1,48 @@
+"""What the worker asks of a library: the few calls that both have, and those that only ours has.
+
+The adapters add nothing that costs time: one Python call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+
+class Context(Protocol):
+    """One model on one server."""
+
+    def retrieve(self, tokens: list[int], out: torch.Tensor | None) -> torch.Tensor | None:
+        """The cached prefix."""
+        ...
+
+    def store(self, kv: torch.Tensor, tokens: list[int]) -> bool:
+        """Whether all of it is cached now."""
+        ...
+
+    def lookup(self, tokens: list[int]) -> int:
+        """How many tokens are cached; leaves no lock and no session behind."""
+        ...
+
+    def view(self, tokens: list[int]) -> AbstractContextManager[Sequence[torch.Tensor]]:
+        """The chunks on the pool."""
+        ...
+
+    def close(self) -> None:
+        """The end."""
+        ...
+
+
+class Side(Protocol):
+    """One library."""
+
+    def connect(self, url: str, http_url: str, model: str, recycle_bytes: int | None) -> Context:
+        """A context; `recycle_bytes` None leaves the default."""
+        ...
+
+    def version(self) -> str:
+        """Which release runs."""
+        ...
