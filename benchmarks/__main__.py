@@ -1,8 +1,8 @@
 """The benchmark: `python -m benchmarks`, or `make bench`.
 
-    --quick           one geometry, 2048 tokens, three repetitions: a look in two minutes
+    --quick           one geometry, 2048 tokens, three repetitions, the rows that are quick: a look in two minutes
     --only ROW,...    some rows; `--list` prints them
-    --repeats 9       pairs for each case; seven or more are a result
+    --repeats 7       pairs for each case; seven or more are a result
     --geometry NAME   Qwen3-8B, small, MLA; may be repeated
     --out DIR         where the results go
 
@@ -59,6 +59,8 @@ STAGED: Final[dict[Transport, dict[str, Row]]] = {
 }
 IMPORT: Final = "import"
 NAMES: Final = (*(name for rows in STAGED.values() for name in rows), IMPORT)
+LONG: Final = frozenset({"long", IMPORT, *(name for name in NAMES if "memory" in name)})
+"""Left out of a quick run that does not name them."""
 RESULTS: Final = PROJECT_ROOT / "benchmarks" / "results"
 PARTIAL: Final = PROJECT_ROOT / "build" / "benchmarks"
 CHART: Final = PROJECT_ROOT / "docs" / "performance.svg"
@@ -102,7 +104,7 @@ def measured(name: str, lines: Callable[[], Iterator[Line]]) -> list[Line]:
 
 def sections(chosen: argparse.Namespace, plan: Plan, folder: Path) -> Iterator[tuple[str, list[Line]]]:
     """One section after the other, one server at a time."""
-    wanted = chosen.only or NAMES
+    wanted = chosen.only or [name for name in NAMES if not (chosen.quick and name in LONG)]
     for transport, rows in STAGED.items():
         names = [name for name in rows if name in wanted]
         if not names:

@@ -38,7 +38,7 @@ class Case:
 class Plan:
     """The size of a run."""
 
-    repeats: int = 9
+    repeats: int = 7
     geometries: tuple[Geometry, ...] = tuple(GEOMETRIES.values())
     counts: tuple[int, ...] = COUNTS
     quick: bool = False
