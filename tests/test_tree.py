@@ -43,6 +43,7 @@ TREE: Final[dict[str, set[str]]] = {
         *("__init__", "transport", "zmq_transport", "http_transport", "shared_memory", "deadline", "channel"),
         *("states", "leases", "registration", "session"),
         "addresses",  # the two URLs, normalised and checked against each other
+        "buffers",  # memory of dropped results, for the next ones
         "debts",  # what a call that was given up still owes the server
         "discovery",  # what HTTP tells before the first frame: release, configuration, status
         "gate",  # one call at a time for each key; a close ends the waiting
@@ -69,13 +70,14 @@ TREE: Final[dict[str, set[str]]] = {
         "connecting",  # the handshake, in its order
         "arguments",  # what a user may pass, checked before the first request
         "storing",  # the store half of transfer
+        "viewing",  # chunks where they are, for the time of a block
     },
 }
 # Packages beside the core: they import the public names (devserver also protocol and layout), and are free inside.
 BESIDE: Final = {"devserver", "testing", "cli", "edit", "streams", "interop"}
 
-# Made by connect() and never by a user: what its __init__ takes is not a promise.
-MADE_FOR_USERS: Final = {"lmcache_sdk.LMCacheKVCacheContext.__init__"}
+# Made by connect() or a context and never by a user: what their __init__ takes is not a promise.
+MADE_FOR_USERS: Final = {"lmcache_sdk.LMCacheKVCacheContext.__init__", "lmcache_sdk.KVView.__init__"}
 
 FORBIDDEN_IMPORTS: Final = {"pickle", "lmcache", "multiprocessing", "dill", "cloudpickle", "marshal", "shelve"}
 
@@ -191,7 +193,7 @@ def test_public_names() -> None:
         for name, value in vars(importlib.import_module("lmcache_sdk.errors")).items()
         if isinstance(value, type) and issubclass(value, BaseException)
     }
-    promised = {"Fate", "KVLayout", "LMCacheKVCacheContext", "LookupResult", "StoreResult", "TokenSequence"}
+    promised = {"Fate", "KVLayout", "KVView", "LMCacheKVCacheContext", "LookupResult", "StoreResult", "TokenSequence"}
     assert set(lmcache_sdk.__all__) == promised | error_classes
     assert {"close", "connect", "lookup", "retrieve", "store"} <= set(lmcache_sdk.kvcache.__all__)
 

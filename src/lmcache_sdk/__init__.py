@@ -29,7 +29,7 @@ from lmcache_sdk.errors import (
     UnsupportedError,
     UsageError,
 )
-from lmcache_sdk.facade import LMCacheKVCacheContext, LookupResult, StoreResult, TokenSequence
+from lmcache_sdk.facade import KVView, LMCacheKVCacheContext, LookupResult, StoreResult, TokenSequence
 from lmcache_sdk.layout import KVLayout
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "HTTPStatusError",
     "KVCacheSDKError",
     "KVLayout",
+    "KVView",
     "LMCacheKVCacheContext",
     "LayoutChangedError",
     "LayoutError",

@@ -23,6 +23,7 @@ from lmcache_sdk.errors import ArgumentTypeError
 from lmcache_sdk.facade import (
     TRANSPORTS,
     ConnectArguments,
+    KVView,
     Link,
     LMCacheKVCacheContext,
     LookupResult,
@@ -31,12 +32,13 @@ from lmcache_sdk.facade import (
     checked_choice,
     checked_layout,
     checked_model_name,
+    checked_nbytes,
     open_connection,
 )
 from lmcache_sdk.layout import KVLayout
-from lmcache_sdk.session import Deadline, checked_addresses, checked_timeout
+from lmcache_sdk.session import BufferPool, Deadline, checked_addresses, checked_timeout
 
-__all__ = ["close", "connect", "lookup", "retrieve", "store"]
+__all__ = ["close", "connect", "lookup", "retrieve", "store", "view"]
 
 
 def connect(
@@ -49,6 +51,7 @@ def connect(
     dialect: str | None = None,
     api_key: str | None = None,
     transport: Literal["shm", "inline"] | None = None,
+    recycle_bytes: int = 2 * 2**30,
 ) -> LMCacheKVCacheContext:
     """Connects to the cache of one model on a running LMCache multiprocess server.
 
@@ -62,6 +65,8 @@ def connect(
         dialect: the server release whose wire to speak, such as "0.5.6", instead of the one that the server reports.
         api_key: the HTTP API key of a 0.5.7 server; the environment's LMCACHE_SDK_API_KEY when left out.
         transport: asserts how tensors travel, "shm" or "inline"; the server decides.
+        recycle_bytes: bytes of dropped results that the context keeps to make new results from, which spares most of
+            the time of a large retrieve; the kernel takes them when memory is short. 0 keeps none.
 
     Returns:
         The context that the other functions take; also a context manager.
@@ -85,6 +90,7 @@ def connect(
         dialect=dialect,
         api_key=checked_api_key(api_key),
         transport=None if transport is None else checked_choice(transport, "transport", TRANSPORTS),
+        buffers=BufferPool(checked_nbytes(recycle_bytes, "recycle_bytes")),
     )
     return LMCacheKVCacheContext(Link(arguments, open_connection(arguments, deadline)), float(timeout))
 
@@ -94,16 +100,23 @@ def lookup(ctx: LMCacheKVCacheContext, tokens: TokenSequence, cache_salt: str = 
     return _context(ctx).lookup(tokens, cache_salt)
 
 
-def retrieve(ctx: LMCacheKVCacheContext, tokens: TokenSequence, cache_salt: str = "") -> torch.Tensor | None:
+def retrieve(
+    ctx: LMCacheKVCacheContext, tokens: TokenSequence, cache_salt: str = "", *, out: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """The cached prefix as a contiguous CPU tensor `[2, L, hit_tokens, D]`, or None; see
     `LMCacheKVCacheContext.retrieve`.
     """
-    return _context(ctx).retrieve(tokens, cache_salt)
+    return _context(ctx).retrieve(tokens, cache_salt, out=out)
 
 
 def store(ctx: LMCacheKVCacheContext, kv: torch.Tensor, tokens: TokenSequence, cache_salt: str = "") -> bool:
     """Stores `kv`; true when every whole chunk of `tokens` is in the cache now; see `LMCacheKVCacheContext.store`."""
     return bool(_context(ctx).store(kv, tokens, cache_salt))
+
+
+def view(ctx: LMCacheKVCacheContext, tokens: TokenSequence, cache_salt: str = "") -> KVView:
+    """The cached prefix without a copy, for the time of a `with` block; see `LMCacheKVCacheContext.view`."""
+    return _context(ctx).view(tokens, cache_salt)
 
 
 def close(ctx: LMCacheKVCacheContext) -> None:

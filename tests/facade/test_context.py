@@ -363,7 +363,7 @@ def test_a_type_of_its_own() -> None:
     names = {name for name in vars(LMCacheKVCacheContext) if not name.startswith("_")}
     assert names == {
         *("model_name", "transport", "chunk_size", "layout", "dialect", "server_version", "closed"),
-        *("lookup", "retrieve", "store", "close"),
+        *("lookup", "retrieve", "view", "store", "close"),
     }
     attributes = vars(LMCacheKVCacheContext)
     for name in ("model_name", "transport", "chunk_size", "layout", "dialect", "server_version", "closed"):

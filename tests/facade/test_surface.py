@@ -29,8 +29,15 @@ FUNCTIONS: Final[dict[Callable[..., object], list[tuple[str, object, object]]]] 
         ("dialect", KEYWORD, None),
         ("api_key", KEYWORD, None),
         ("transport", KEYWORD, None),
+        ("recycle_bytes", KEYWORD, 2 * 2**30),
     ],
-    lmc_sdk.retrieve: [("ctx", POSITIONAL, MISSING), ("tokens", POSITIONAL, MISSING), ("cache_salt", POSITIONAL, "")],
+    lmc_sdk.retrieve: [
+        ("ctx", POSITIONAL, MISSING),
+        ("tokens", POSITIONAL, MISSING),
+        ("cache_salt", POSITIONAL, ""),
+        ("out", KEYWORD, None),
+    ],
+    lmc_sdk.view: [("ctx", POSITIONAL, MISSING), ("tokens", POSITIONAL, MISSING), ("cache_salt", POSITIONAL, "")],
     lmc_sdk.lookup: [("ctx", POSITIONAL, MISSING), ("tokens", POSITIONAL, MISSING), ("cache_salt", POSITIONAL, "")],
     lmc_sdk.store: [
         ("ctx", POSITIONAL, MISSING),
@@ -45,6 +52,12 @@ FUNCTIONS: Final[dict[Callable[..., object], list[tuple[str, object, object]]]] 
         ("cache_salt", POSITIONAL, ""),
     ],
     LMCacheKVCacheContext.retrieve: [
+        ("self", POSITIONAL, MISSING),
+        ("tokens", POSITIONAL, MISSING),
+        ("cache_salt", POSITIONAL, ""),
+        ("out", KEYWORD, None),
+    ],
+    LMCacheKVCacheContext.view: [
         ("self", POSITIONAL, MISSING),
         ("tokens", POSITIONAL, MISSING),
         ("cache_salt", POSITIONAL, ""),
@@ -79,7 +92,7 @@ def test_every_argument_and_every_error_has_words(function: Callable[..., object
 
 
 def test_module_functions() -> None:
-    assert lmc_sdk.__all__ == ["close", "connect", "lookup", "retrieve", "store"]
+    assert lmc_sdk.__all__ == ["close", "connect", "lookup", "retrieve", "store", "view"]
 
 
 def test_names_of_the_package_are_sorted_and_there() -> None:

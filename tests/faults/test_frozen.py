@@ -89,14 +89,17 @@ def freeze_in_copy(monkeypatch: pytest.MonkeyPatch, here: World) -> Iterator[Cal
     """Freezes the server when the next copy of a store begins."""
     armed = threading.Event()
 
-    def pack(*arguments: object) -> None:
-        if armed.is_set():
-            armed.clear()
-            here.server.freeze()
-        packing.pack_chunk(*arguments)  # type: ignore[arg-type]
+    def freezing(copy: Callable[..., None]) -> Callable[..., None]:
+        def freeze_and_copy(*arguments: object) -> None:
+            if armed.is_set():
+                armed.clear()
+                here.server.freeze()
+            copy(*arguments)
 
-    monkeypatch.setattr(transfer, "pack_chunk", pack)
-    monkeypatch.setattr(blobs, "pack_chunk", pack)
+        return freeze_and_copy
+
+    monkeypatch.setattr(transfer, "pack", freezing(packing.pack))
+    monkeypatch.setattr(blobs, "pack_chunk", freezing(packing.pack_chunk))
     yield armed.set
     here.server.thaw()
 

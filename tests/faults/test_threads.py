@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -73,13 +74,16 @@ def test_16_threads_store_and_read_back(fault: Fault, here: World) -> None:
 def test_two_threads_store_the_same_tokens(fault: Fault, here: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies take long, and another client reads all the time: a half-written slot would be seen."""
 
-    def slowly(*arguments: object) -> None:
-        time.sleep(0.01)
-        packing.pack_chunk(*arguments)  # type: ignore[arg-type]
-        time.sleep(0.01)
+    def slowly(copy: Callable[..., None]) -> Callable[..., None]:
+        def copy_slowly(*arguments: object) -> None:
+            time.sleep(0.01)
+            copy(*arguments)
+            time.sleep(0.01)
 
-    monkeypatch.setattr(transfer, "pack_chunk", slowly)
-    monkeypatch.setattr(blobs, "pack_chunk", slowly)
+        return copy_slowly
+
+    monkeypatch.setattr(transfer, "pack", slowly(packing.pack))
+    monkeypatch.setattr(blobs, "pack_chunk", slowly(packing.pack_chunk))
     ctx, reader = here.connect(timeout=20), here.connect(timeout=20)
     for round_ in range(6):
         tokens = tokens_of(4)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_sdk.errors import ArgumentTypeError, Fate, ShapeMismatchError
-from lmcache_sdk.layout import KVLayout, check_kv, new_result, pack_chunk, unpack
+from lmcache_sdk.layout import KVLayout, check_kv, check_out, new_result, pack, pack_chunk, unpack
 from lmcache_sdk.layout.axes import TOKEN
 from lmcache_sdk.values import override
 from tests.layout.golden import raw_bytes
@@ -141,9 +141,12 @@ def test_what_is_packed_comes_back_to_the_bit(layout: KVLayout, num_chunks: int,
     result = new_result(layout.chunk_shape(chunk_size), num_chunks, layout.dtype)
     assert result.is_contiguous()
     assert tuple(result.shape) == shape
-    unpack(chunks[:1], result, 0)
-    unpack(chunks[1:], result, 1)
+    unpack([chunk.unsqueeze(0) for chunk in chunks[:1]], result, 0)
+    unpack([torch.stack(chunks[1:])] if chunks[1:] else [], result, 1)
     assert raw_bytes(result) == raw_bytes(source)
+    run = torch.empty(num_chunks, *layout.chunk_shape(chunk_size), dtype=layout.dtype)
+    pack(source, 0, run)
+    assert raw_bytes(run) == b"".join(raw_bytes(chunk) for chunk in chunks)
     if kind == "plain":  # and each chunk holds its own tokens
         for index, chunk in enumerate(chunks):
             expected = source[:, :, index * chunk_size : (index + 1) * chunk_size]
@@ -185,9 +188,56 @@ def test_a_slot_that_copy_would_broadcast_or_convert_into_is_refused(slot: torch
 def test_a_chunk_that_copy_would_broadcast_or_convert_is_refused(chunk: torch.Tensor) -> None:
     out = torch.zeros(2, 3, 8, 8)
     with pytest.raises(ShapeMismatchError):
-        unpack([chunk], out, 1)
+        unpack([chunk.unsqueeze(0)], out, 1)
     assert out.eq(0).all()
 
 
 def test_the_token_axis_is_the_third() -> None:
     assert TOKEN == 2
+
+
+class TestCheckOut:
+    def test_the_tensor_itself_comes_back_without_autograd(self) -> None:
+        given_ = torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16, requires_grad=True)
+        checked = check_out(given_, LAYOUT, 16)
+        assert checked.data_ptr() == given_.data_ptr()
+        assert not checked.requires_grad
+
+    @pytest.mark.parametrize(
+        "given_",
+        [
+            kv(2, 3, 8, 16).transpose(2, 3),
+            kv(2, 3, 32, 8)[:, :, ::2],
+            kv(1, 3, 0, 8).expand(2, 3, 0, 8),
+            torch.zeros(16, 3, 8, 2, dtype=torch.bfloat16).permute(3, 1, 0, 2),
+        ],
+        ids=["transposed", "sliced", "empty", "permuted"],
+    )
+    def test_any_strided_tensor_whose_elements_are_apart_passes(self, given_: torch.Tensor) -> None:
+        assert check_out(given_, LAYOUT, given_.size(2)).shape == given_.shape
+
+    @pytest.mark.parametrize(
+        "given_",
+        [
+            kv(1, 3, 16, 8).expand(2, 3, 16, 8),
+            torch.zeros(999, dtype=torch.bfloat16).as_strided((2, 3, 16, 8), (384, 128, 4, 1)),
+        ],
+        ids=["stride 0", "overlapping rows"],
+    )
+    def test_elements_that_share_memory_are_refused(self, given_: torch.Tensor) -> None:
+        with pytest.raises(ShapeMismatchError, match="share memory") as caught:
+            check_out(given_, LAYOUT, 16)
+        assert caught.value.fate is Fate.NOT_SENT
+
+    @pytest.mark.parametrize(
+        "given_", [kv(2, 3, 15, 8), kv(2, 3, 16, 8, dtype=torch.float16), kv(1, 3, 16, 8), kv(3, 16, 8)]
+    )
+    def test_another_shape_or_dtype_says_what_is_expected(self, given_: torch.Tensor) -> None:
+        with pytest.raises(ShapeMismatchError, match=r"out: expected \[2, 3, 16, 8\] torch.bfloat16") as caught:
+            check_out(given_, LAYOUT, 16)
+        assert caught.value.fate is Fate.NOT_SENT and caught.value.found == f"{list(given_.shape)} {given_.dtype}"
+
+    @pytest.mark.parametrize("given_", [[1.0], torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16, device="meta")])
+    def test_what_is_no_dense_tensor_is_refused(self, given_: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"^out: "):
+            check_out(given_, LAYOUT, 16)

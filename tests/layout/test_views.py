@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_sdk.errors import RemoteProtocolError
-from lmcache_sdk.layout import as_chunk, check_disjoint, slot_view
+from lmcache_sdk.layout import as_chunk, check_disjoint, slot_runs, slot_view
 from lmcache_sdk.protocol import Slot
 
 GOOD: dict[str, Any] = {"offset": 64, "length": 48, "shape": (2, 3, 4), "dtype_name": "bfloat16"}
@@ -116,6 +116,61 @@ def test_any_numbers_make_a_view_inside_the_pool_or_are_refused(
         return
     assert view.nbytes == length
     assert view.flatten().view(torch.uint8).tolist() == list(range(offset, offset + length))
+
+
+def chunk_slots(*offsets: int, shape: tuple[int, ...] = (2, 1, 2, 4)) -> list[Slot]:
+    """Slots of 16 bytes."""
+    return [Slot(offset=offset, length=16, shape=shape, dtype="uint8") for offset in offsets]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "lengths"),
+    [
+        ([0], [1]),
+        ([0, 16, 32, 48], [4]),
+        ([0, 32, 64], [3]),
+        ([8, 24, 48, 64, 100], [2, 2, 1]),
+        ([48, 32, 16], [1, 1, 1]),
+        ([0, 16, 0], [2, 1]),
+        ([], []),
+    ],
+)
+def test_slots_at_one_distance_are_one_tensor(offsets: list[int], lengths: list[int]) -> None:
+    runs = slot_runs(memoryview(pool()), chunk_slots(*offsets), 2)
+    assert [run.size(0) for run in runs] == lengths
+    assert all(list(run.shape[1:]) == [2, 1, 2, 4] for run in runs)
+    found = [chunk.flatten().tolist() for run in runs for chunk in run.unbind(0)]
+    assert found == [list(range(offset, offset + 16)) for offset in offsets]
+
+
+def test_runs_are_cut_where_the_kind_changes_and_write_through() -> None:
+    memory = pool()
+    flat = chunk_slots(32, shape=(2, 2, 4))
+    runs = slot_runs(memoryview(memory), [*chunk_slots(0, 16), *flat, *chunk_slots(48)], 2)
+    assert [list(run.shape) for run in runs] == [[2, 2, 1, 2, 4], [1, 1, 2, 2, 4], [1, 2, 1, 2, 4]]
+    for run in runs:
+        run.fill_(7)
+    assert memory[:65] == b"\x07" * 64 + b"\x40"
+
+
+@pytest.mark.parametrize(
+    ("slot", "path"),
+    [
+        (Slot(offset=248, length=16, shape=(2, 1, 2, 4), dtype="uint8"), "slots[2].offset"),
+        (Slot(offset=-16, length=16, shape=(2, 1, 2, 4), dtype="uint8"), "slots[2].offset"),
+        (Slot(offset=33, length=16, shape=(2, 1, 2, 2), dtype="int16"), "slots[2].offset"),
+        (Slot(offset=32, length=15, shape=(2, 1, 2, 4), dtype="uint8"), "slots[2].length"),
+        (Slot(offset=32, length=16, shape=(2, 1, 4, 2), dtype="uint8"), "slots[2].shape"),
+        (Slot(offset=32, length=16, shape=(2, 1, 2, 4), dtype="Tensor"), "slots[2].dtype"),
+        (Slot(offset=10**30, length=16, shape=(2, 1, 2, 4), dtype="uint8"), "slots[2].offset"),
+    ],
+)
+@pytest.mark.parametrize("alone", [False, True])
+def test_each_violation_in_a_run_names_its_slot(slot: Slot, path: str, alone: bool) -> None:
+    before = chunk_slots(0, 16)
+    with pytest.raises(RemoteProtocolError) as caught:
+        slot_runs(memoryview(pool()), [slot] if alone else [*before, slot], 2)
+    assert caught.value.path == (path.replace("[2]", "[0]") if alone else path)
 
 
 def test_as_chunk_gives_every_object_four_axes() -> None:

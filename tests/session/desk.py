@@ -8,7 +8,7 @@ from typing import Final
 from lmcache_sdk import protocol as p
 from lmcache_sdk.errors import RemoteProtocolError
 from lmcache_sdk.protocol.envelope import bin_header
-from lmcache_sdk.session import Deadline, Identity, Operation, ReadLease, Reservation
+from lmcache_sdk.session import Deadline, Identity, Operation, ReadLease, Reservation, SlotWriter
 from lmcache_sdk.session.channel import Channel
 from lmcache_sdk.session.transport import Transport
 from lmcache_sdk.values import InstanceId, TokenIds
@@ -133,6 +133,19 @@ def read(desk: Desk, lease: ReadLease, *batches: int) -> int:
         lease.received(entry)
         lease.commit(entry)
     return hit
+
+
+def store_slots(reservation: Reservation, writer: SlotWriter) -> None:
+    """One range stored whole: PREPARE_STORE, the slots filled, COMMIT_STORE, and its answer."""
+    reservation.prepare(writer)
+    reservation.fill()
+    reservation.verdict()
+
+
+def store_inline(reservation: Reservation, payload: bytearray) -> None:
+    """The same with the chunks in the message."""
+    reservation.send_inline(payload)
+    reservation.verdict()
 
 
 ALL: Final = [chunk_bytes(index) for index in range(3)]

@@ -20,7 +20,7 @@ from lmcache_sdk.session import (
 from lmcache_sdk.values import TokenIds
 from tests.fix_fake_server import Chunk, FakeServer
 from tests.fix_faults import FakeClock, MemoryTransport
-from tests.session.desk import CHUNK, READ_TTL, SLOT, TOKENS, WRITE_TTL, Desk, Writer, chunk_bytes
+from tests.session.desk import CHUNK, READ_TTL, SLOT, TOKENS, WRITE_TTL, Desk, Writer, chunk_bytes, store_slots
 
 SHAPE: Final = RegisteredShape(
     block_size=CHUNK, num_layers=1, hidden_dim_size=8, dtype_name="uint8", one_plane=True, num_physical_slots=CHUNK
@@ -59,7 +59,7 @@ class Office(Desk):
     def store(self, writer: Writer, tokens: list[int] | None = None, seconds: float = 1.0) -> tuple[int, ...]:
         with self.call("store", tokens, seconds) as operation:
             reservation = Reservation(operation, 0, 3, WRITE_TTL, clock=self.clock)
-            reservation.store_slots(writer)
+            store_slots(reservation, writer)
             return reservation.written
 
     def look(self, tokens: list[int] | None = None, seconds: float = 1.0) -> int:

@@ -16,7 +16,7 @@ from lmcache_sdk.session import Reservation
 from lmcache_sdk.session.interrupts import deferred, window
 from tests.fix_fake_server import NOTHING, Delivery
 from tests.fix_faults import late
-from tests.session.desk import WRITE_TTL, Writer, chunk_bytes
+from tests.session.desk import WRITE_TTL, Writer, chunk_bytes, store_slots
 from tests.session.office import Office
 from tests.session.test_session_sockets import Branch
 
@@ -155,7 +155,7 @@ def test_an_interruption_in_the_middle_of_a_copy_finds_it_whole(office: Office) 
 
     writer.write = interrupted  # type: ignore[method-assign]  # a spy
     with pytest.raises(KeyboardInterrupt), office.call("store") as operation:
-        Reservation(operation, 0, 3, WRITE_TTL, clock=office.clock).store_slots(writer)
+        store_slots(Reservation(operation, 0, 3, WRITE_TTL, clock=office.clock), writer)
     assert office.published() == [chunk_bytes(index) for index in range(3)]
     assert office.server.held() == NOTHING and writer.writes == 1
 

@@ -20,7 +20,17 @@ from lmcache_sdk.errors import (
 from lmcache_sdk.session.states import ReservationState
 from tests.fix_fake_server import NOTHING, Held
 from tests.fix_faults import Fault, changed, instead, late, payload, silence, then, value
-from tests.session.desk import ALL, SLOT_NBYTES, WRITE_TTL, Writer, chunk_bytes, inline_payload, store_desk
+from tests.session.desk import (
+    ALL,
+    SLOT_NBYTES,
+    WRITE_TTL,
+    Writer,
+    chunk_bytes,
+    inline_payload,
+    store_desk,
+    store_inline,
+    store_slots,
+)
 
 # ---- lies about slots ------------------------------------------------------------------------------------------------
 
@@ -51,7 +61,7 @@ def test_illegal_slots_are_neither_written_nor_published(lie: str) -> None:
     desk.server.on(p.PrepareStore, ILLEGAL[lie])
     reservation, writer = desk.reservation(), Writer(desk)
     with pytest.raises(RemoteProtocolError) as caught:
-        reservation.store_slots(writer)
+        store_slots(reservation, writer)
     assert caught.value.path.startswith("prepare_store")
     assert desk.clock.now < 1001
     assert not desk.finish() and not desk.finish()
@@ -67,7 +77,7 @@ def test_slots_that_do_not_fit_are_neither_written_nor_published() -> None:
     writer = Writer(desk)
     writer.illegal = "slots[0]: another shape"
     with pytest.raises(RemoteProtocolError, match="another shape"):
-        desk.reservation().store_slots(writer)
+        store_slots(desk.reservation(), writer)
     assert not desk.finish()
     assert desk.operation.forbids_unregister and "another shape" in desk.operation.stuck
     assert writer.writes == 0 and desk.server.asked(p.CommitStore) == []
@@ -80,7 +90,7 @@ def test_an_inline_answer_of_a_server_with_a_pool_says_nothing_of_what_it_reserv
     desk.server.on(p.PrepareStore, instead(p.PreparedStore(slots=None, chunk_indices=())))
     reservation = desk.reservation()
     with pytest.raises(RemoteProtocolError, match="no slots"):
-        reservation.store_slots(Writer(desk))
+        store_slots(reservation, Writer(desk))
     assert reservation.stuck
     assert not desk.finish() and desk.operation.forbids_unregister
 
@@ -94,7 +104,7 @@ def test_slots_that_came_too_late_are_not_written() -> None:
     desk.server.on(p.PrepareStore, late(WRITE_TTL / 2 + 1))
     reservation, writer = desk.reservation(), Writer(desk)
     with pytest.raises(LeaseExpiredError, match="half their TTL of 600 s"):
-        reservation.store_slots(writer)
+        store_slots(reservation, writer)
     assert writer.writes == 0 and desk.server.asked(p.CommitStore) == []
     assert not desk.finish() and desk.operation.forbids_unregister
     desk.clock.advance(WRITE_TTL / 2)
@@ -106,7 +116,7 @@ def test_a_copy_that_took_too_long_is_not_committed() -> None:
     reservation, writer = desk.reservation(), Writer(desk)
     writer.takes = WRITE_TTL / 2 + 1
     with pytest.raises(LeaseExpiredError):
-        reservation.store_slots(writer)
+        store_slots(reservation, writer)
     assert writer.writes == 1 and desk.server.asked(p.CommitStore) == []
     assert not desk.finish() and desk.operation.forbids_unregister
 
@@ -115,7 +125,7 @@ def test_half_the_time_is_enough() -> None:
     desk = store_desk(seconds=1000)
     writer = Writer(desk)
     writer.takes = WRITE_TTL / 2
-    desk.reservation().store_slots(writer)
+    store_slots(desk.reservation(), writer)
     assert desk.published() == ALL
 
 
@@ -124,7 +134,7 @@ def test_without_a_known_ttl_nothing_is_too_old_and_nothing_is_given_up() -> Non
     desk.server.on(p.PrepareStore, late(10 * WRITE_TTL))
     reservation = desk.reservation(ttl=None)
     with pytest.raises(DeadlineExceededError):
-        reservation.store_slots(Writer(desk))
+        store_slots(reservation, Writer(desk))
     assert not desk.finish()
     desk.clock.advance(10 * WRITE_TTL)
     assert desk.finish() and desk.published() == ALL
@@ -138,7 +148,7 @@ def test_a_loss_with_prepare_out_forbids_to_unregister() -> None:
     desk = store_desk()
     desk.server.on(p.PrepareStore, then(silence, lambda: setattr(desk.memory, "lost", True)))
     with pytest.raises(ConnectionLostError):
-        desk.reservation().store_slots(Writer(desk))
+        store_slots(desk.reservation(), Writer(desk))
     desk.finish()
     assert desk.operation.forbids_unregister and desk.channel.broken
 
@@ -147,7 +157,7 @@ def test_a_loss_with_an_inline_payload_out_forbids_nothing() -> None:
     desk = store_desk(shm=False)
     desk.server.on(p.CommitStore, then(silence, lambda: setattr(desk.memory, "lost", True)))
     with pytest.raises(ConnectionLostError):
-        desk.reservation().store_inline(inline_payload())
+        store_inline(desk.reservation(), inline_payload())
     desk.finish()
     assert not desk.operation.forbids_unregister
 
@@ -178,7 +188,7 @@ def test_whatever_happens_to_the_messages(
     reservation = desk.reservation()
     writer = Writer(desk, failures=[failure() for _ in range(failures)] if failure else [])
     with suppress(KVCacheSDKError, KeyboardInterrupt, RuntimeError):
-        reservation.store_slots(writer)
+        store_slots(reservation, writer)
     for _ in range(4):
         desk.finish()
     if not sent and set(received.values()) <= set(HARMLESS):

@@ -24,7 +24,7 @@ from lmcache_sdk.session import Addresses, Deadline, Identity, ReadLease, Reserv
 from lmcache_sdk.values import TokenIds
 from tests.fix_fake_server import NOTHING, Action, Chunk, FakeServer
 from tests.fix_faults import ignored, late, silence
-from tests.session.desk import CHUNK, READ_TTL, SLOT, TOKENS, WRITE_TTL, Desk, Writer, chunk_bytes
+from tests.session.desk import CHUNK, READ_TTL, SLOT, TOKENS, WRITE_TTL, Desk, Writer, chunk_bytes, store_slots
 from tests.session.office import SHAPE
 from tests.session.ports import MessagePort, closed_port
 
@@ -62,7 +62,7 @@ class Branch(Desk):
         ids = TokenIds([5, *TOKENS[1 : 3 * CHUNK]])
         with self.session.operation("store", identity, ids, "", Deadline.after(seconds), exclusive=True) as made:
             reservation = Reservation(made, 0, 3, WRITE_TTL)
-            reservation.store_slots(writer)
+            store_slots(reservation, writer)
             return reservation.written
 
 

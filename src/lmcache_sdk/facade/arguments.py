@@ -152,6 +152,15 @@ def checked_choice(value: object, name: str, choices: Iterable[str]) -> str:
     return value
 
 
+def checked_nbytes(value: object, name: str) -> int:
+    """A number of bytes, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < 0:
+        raise UsageError(f"{name}: expected 0 or more bytes, got {value}")
+    return value
+
+
 def _encodable(text: str, name: str) -> str:
     try:
         text.encode()

@@ -35,6 +35,7 @@ from lmcache_sdk.protocol import (
 from lmcache_sdk.session import (
     HANDSHAKE_STEP,
     Addresses,
+    BufferPool,
     Deadline,
     HttpProbe,
     Identity,
@@ -61,6 +62,8 @@ class ConnectArguments:
     dialect: str | None
     api_key: str | None
     transport: str | None
+    buffers: BufferPool
+    """The context's memory for results, which outlives its connections."""
 
 
 @attrs.frozen
@@ -122,7 +125,8 @@ def _open_session(
     session.opened()
     l1 = facts.status.storage_manager.l1_manager
     identity = Identity(arguments.model_name, 1, instance_id, facts.chunk_size)
-    endpoint = Endpoint(session, identity, l1.read_ttl_seconds, l1.write_ttl_seconds, l1.memory_total_bytes)
+    ttls = (l1.read_ttl_seconds, l1.write_ttl_seconds)
+    endpoint = Endpoint(session, identity, *ttls, l1.memory_total_bytes, arguments.buffers)
     if session.pool is not None or facts.dialect_was_named:
         canary_name = private_model_name()
         canary_id, _ = session.register(canary_name, registered_shape(CANARY_LAYOUT, facts), deadline)

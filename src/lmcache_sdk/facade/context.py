@@ -18,7 +18,8 @@ from lmcache_sdk.facade.link import Link, check_registered
 from lmcache_sdk.facade.results import LookupResult, StoreResult
 from lmcache_sdk.facade.storing import StoreJob, store_chunks
 from lmcache_sdk.facade.transfer import lookup_chunks, retrieve_prefix
-from lmcache_sdk.layout import KVLayout, check_kv, layout_from_object, tail_tokens, whole_chunks
+from lmcache_sdk.facade.viewing import KVView, OpenView, open_view
+from lmcache_sdk.layout import KVLayout, check_kv, check_out, layout_from_object, tail_tokens, whole_chunks
 from lmcache_sdk.session import Deadline
 from lmcache_sdk.values import TokenIds, override
 
@@ -37,6 +38,7 @@ class LMCacheKVCacheContext:
         self._link = link
         self._timeout = timeout
         self._pid = os.getpid()
+        self._views: weakref.WeakSet[KVView] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, _abandon, link)
 
     # ---- what it is -------------------------------------------------------------------------------------------------
@@ -110,28 +112,38 @@ class LMCacheKVCacheContext:
             hit = self._link.call("lookup", deadline, body, idempotent=True)
         return LookupResult(hit * self.chunk_size, len(ids), tail_tokens(len(ids), self.chunk_size))
 
-    def retrieve(self, tokens: TokenSequence, cache_salt: str = "") -> torch.Tensor | None:
+    def retrieve(
+        self, tokens: TokenSequence, cache_salt: str = "", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Copies the cached prefix of a token sequence.
+
+        A large result lies in memory of an earlier one that was dropped, if there is such (see `recycle_bytes` of
+        `connect`); it is the caller's alone all the same.
 
         Args:
             tokens: token ids from position 0, as in `lookup`.
             cache_salt: as in `lookup`.
+            out: a tensor to copy into, `[planes, layer, token, hidden]` with one row for each of `tokens`, in the
+                cache's dtype, on any device. Its content is undefined when the call fails.
 
         Returns:
             A contiguous CPU tensor `[2, layer, hit_tokens, hidden]` (axis 0 is K, V; hidden is head-major; K is
             stored after the rotary embedding), `[1, layer, hit_tokens, hidden]` for one-plane caches (MLA, fused), in
-            the cache's dtype. None when nothing is cached, or the tokens fill no whole chunk.
+            the cache's dtype; with `out`, the view of its first `hit_tokens` rows. None when nothing is cached, or the
+            tokens fill no whole chunk.
 
         Raises:
             As `lookup`; RemoteProtocolError also when the cached objects do not have the layout of the model.
+            ShapeMismatchError, UnknownLayoutError: `out` does not fit, or no geometry is known that it could fit.
         """
         deadline, ids, salt = self._begin(tokens, cache_salt)
+        target = None if out is None else check_out(out, self._known_layout("retrieve"), len(ids))
         whole = self._whole(ids)
         if not len(whole):
             return None
 
         def body(connection: Connection) -> torch.Tensor | None:
-            kv = retrieve_prefix(connection.endpoint, connection.model.layout, whole, salt, deadline)
+            kv = retrieve_prefix(connection.endpoint, connection.model.layout, whole, salt, deadline, out=target)
             if kv is None:
                 check_registered(connection, "retrieve", deadline)
             elif connection.model.layout is None:
@@ -139,6 +151,43 @@ class LMCacheKVCacheContext:
             return kv
 
         return self._link.call("retrieve", deadline, body, idempotent=True)
+
+    def view(self, tokens: TokenSequence, cache_salt: str = "") -> KVView:
+        """The cached prefix of a token sequence without a copy: `with ctx.view(tokens) as chunks: ...`.
+
+        The chunks are read-only by contract, and locked on the server while the block runs; see `KVView`. Inside the
+        block, other calls of this thread on the same tokens are refused, those of other threads wait.
+
+        Args:
+            tokens: token ids from position 0, as in `lookup`.
+            cache_salt: as in `lookup`.
+
+        Returns:
+            A view, to be entered once; nothing is sent before that. What it raises when it is entered: as `retrieve`.
+
+        Raises:
+            UsageError: tokens or salt could not be meant.
+        """
+        _, ids, salt = self._begin(tokens, cache_salt)
+        whole = self._whole(ids)
+
+        def begin() -> OpenView | None:
+            deadline = Deadline.after(self._timeout)
+            self._link.check_open()
+
+            def body(connection: Connection) -> OpenView | None:
+                opened = open_view(connection, whole, salt, deadline)
+                if opened is None:
+                    check_registered(connection, "view", deadline)
+                return opened
+
+            opened = self._link.call("view", deadline, body, idempotent=True) if len(whole) else None
+            if opened is not None:
+                self._views.add(view)
+            return opened
+
+        view = KVView(begin, self._views.discard, self.chunk_size)
+        return view
 
     def store(
         self,
@@ -175,7 +224,7 @@ class LMCacheKVCacheContext:
         """
         deadline, ids, salt = self._begin(tokens, cache_salt)
         refuse = checked_choice(existing, "existing", ("skip", "error")) == "error"
-        layout = self._known_layout()
+        layout = self._known_layout("store")
         checked = check_kv(kv, layout, len(ids))
         whole = self._whole(ids)
         tail = tail_tokens(len(ids), self.chunk_size)
@@ -197,6 +246,8 @@ class LMCacheKVCacheContext:
         Tensors that were retrieved stay valid.
         """
         self._finalizer.detach()
+        for view in list(self._views):
+            view.leave("the context was closed")
         self._link.close()
 
     def __enter__(self) -> LMCacheKVCacheContext:
@@ -230,12 +281,12 @@ class LMCacheKVCacheContext:
     def _now(self) -> Connection:
         return self._link.current
 
-    def _known_layout(self) -> KVLayout:
+    def _known_layout(self, step: str) -> KVLayout:
         model = self._now.model
         if model.layout is None:
             why = model.layout_problem or "the engine publishes no layout"
             raise UnknownLayoutError(
-                f"store: the layout of {self.model_name!r} is not known ({why}); pass layout=KVLayout(...) to "
+                f"{step}: the layout of {self.model_name!r} is not known ({why}); pass layout=KVLayout(...) to "
                 "connect, or retrieve something of this model first"
             )
         return model.layout
@@ -255,4 +306,4 @@ class LMCacheKVCacheContext:
 
 
 def _abandon(link: Link) -> None:
-    link.current.endpoint.session.abandon()
+    link.abandon()

@@ -47,6 +47,12 @@ class Link:
         if opening is not None:
             opening.close()
         self.current.endpoint.session.close()
+        self._arguments.buffers.close()
+
+    def abandon(self) -> None:
+        """For a context that was dropped: frees what this process holds, without waiting for anybody."""
+        self.current.endpoint.session.abandon()
+        self._arguments.buffers.close()
 
     def check_open(self) -> None:
         """Raises SessionClosedError when the context is closed or belongs to another process."""

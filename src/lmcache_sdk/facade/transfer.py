@@ -7,6 +7,7 @@ against the pool, the count that was asked for and the layout before a byte of i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -15,6 +16,7 @@ import torch
 
 from lmcache_sdk.errors import LeaseExpiredError, RemoteProtocolError
 from lmcache_sdk.layout import (
+    TOKEN,
     KVLayout,
     as_chunk,
     batches,
@@ -23,20 +25,35 @@ from lmcache_sdk.layout import (
     layout_from_object,
     max_chunks_per_payload,
     new_result,
-    pack_chunk,
+    pack,
+    payload_frame_nbytes,
     read_payload,
-    slot_view,
+    slot_runs,
     unpack,
-    write_payload,
+    write_payload_into,
 )
-from lmcache_sdk.protocol import PayloadForm, PreparedRetrieve, PreparedStore, Slot
-from lmcache_sdk.session import Deadline, Identity, Operation, ReadLease, Reservation, Session
+from lmcache_sdk.protocol import InFlight, PayloadForm, PreparedRetrieve, PreparedStore
+from lmcache_sdk.session import (
+    BufferPool,
+    Deadline,
+    Identity,
+    Operation,
+    ReadLease,
+    Reservation,
+    Session,
+    SharedPool,
+    message_buffer,
+)
 from lmcache_sdk.values import TokenIds
 
-_INLINE_BATCH: Final = 64 * 2**20
-"""Bytes of one inline message: bounds what both sides hold twice."""
-_STORE_BATCH: Final = 64 * 2**20
-"""Bytes of slots reserved at once: what a crash in mid-store can block for the write TTL."""
+_INLINE_BATCH: Final = 32 * 2**20
+"""Bytes of one inline message: bounds what both sides hold besides the tensor."""
+_RANGES_AHEAD: Final = 2
+"""Inline ranges asked for and not received: the server makes one while it sends another."""
+_STORE_BATCH: Final = 32 * 2**20
+"""Bytes of slots reserved at a time."""
+_BATCHES_AHEAD: Final = 2
+"""Batches of a store on their way at a time; what a crash in mid-store can block for the write TTL is that many."""
 
 
 @attrs.frozen
@@ -50,10 +67,13 @@ class Endpoint:
     pool_nbytes: int
     """Bytes of the server's first-tier memory; 0 when it does not say."""
 
+    buffers: BufferPool
+    """Where the memory of results comes from."""
+
     @property
-    def pool(self) -> memoryview | None:
+    def pool(self) -> SharedPool | None:
         """The server's pool; None on an inline server."""
-        return None if self.session.pool is None else self.session.pool.buffer
+        return self.session.pool
 
     @property
     def payload_form(self) -> PayloadForm:
@@ -88,99 +108,120 @@ def retrieve_prefix(
     deadline: Deadline,
     *,
     step: str = "retrieve",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """The cached prefix `[kv, layer, token, hidden]` on the CPU, or None when nothing is cached."""
+    """The cached prefix `[kv, layer, token, hidden]` on the CPU, or None when nothing is cached.
+
+    Into the first tokens of `out`, which `check_out` has passed, if that is given.
+    """
+
+    def once() -> torch.Tensor | None:
+        with endpoint.session.operation(
+            step, endpoint.identity, tokens, cache_salt, deadline, exclusive=True
+        ) as operation:
+            lease = ReadLease(operation, endpoint.read_ttl, shm=endpoint.pool is not None)
+            hit = lease.acquire()
+            return _read(endpoint, lease, layout, hit, out) if hit else None
+
     try:
-        return _retrieve_once(endpoint, layout, tokens, cache_salt, deadline, step)
+        return once()
     except LeaseExpiredError:
         # cleared, or suspended for longer than the locks live, between lookup and copy: the pair is done once more
         deadline.check(f"{step}: a second try after the locks were lost")
-        return _retrieve_once(endpoint, layout, tokens, cache_salt, deadline, step)
+        return once()
 
 
-def _retrieve_once(
-    endpoint: Endpoint, layout: KVLayout | None, tokens: TokenIds, cache_salt: str, deadline: Deadline, step: str
-) -> torch.Tensor | None:
-    with endpoint.session.operation(step, endpoint.identity, tokens, cache_salt, deadline, exclusive=True) as operation:
-        lease = ReadLease(operation, endpoint.read_ttl, shm=endpoint.pool is not None)
-        hit = lease.acquire()
-        return _read(endpoint, lease, layout, hit) if hit else None
-
-
-def _read(endpoint: Endpoint, lease: ReadLease, layout: KVLayout | None, hit: int) -> torch.Tensor:
-    """Copies the `hit` chunks of a lease into one tensor, batch after batch."""
-    result: torch.Tensor | None = None
-    chunk_size = endpoint.identity.chunk_size
-    first = 0
-    while first < hit:
-        count = min(hit - first, _read_batch(endpoint, layout))
-        entry = lease.prepare(count)
-        chunks = _received_chunks(endpoint, lease.received(entry), count)
-        learned = _agreed_layout(chunks, layout, chunk_size)
+def _read(
+    endpoint: Endpoint, lease: ReadLease, layout: KVLayout | None, hit: int, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Copies the `hit` chunks of a lease into one tensor, range after range; the server makes the next ranges ready
+    meanwhile.
+    """
+    result = None if out is None else out.narrow(TOKEN, 0, hit * endpoint.identity.chunk_size)
+    for first, entry, count in ranges(endpoint, lease, layout, hit):
+        prepared = lease.received(entry)
+        runs = received_runs(endpoint, prepared, count)
+        layout = agreed_layout(runs, layout, endpoint.identity.chunk_size)
+        for slot in prepared.slots or ():
+            if endpoint.pool is not None:
+                endpoint.pool.populate(slot.offset, slot.length, write=False)
         if result is None:
-            result = new_result(learned.chunk_shape(chunk_size), hit, learned.dtype)
+            result = _new_result(endpoint, layout, hit)
         lease.check_alive()
-        unpack(chunks, result, first)
-        del chunks
+        unpack(runs, result, first)
+        del runs, prepared
         lease.check_alive()
         lease.commit(entry)
-        layout, first = learned, first + count
     assert result is not None
     return result
 
 
-def _read_batch(endpoint: Endpoint, layout: KVLayout | None) -> int:
-    """Chunks of one PREPARE_RETRIEVE: all of them from slots; inline as many as a message may hold."""
+def ranges(
+    endpoint: Endpoint, lease: ReadLease, layout: KVLayout | None, hit: int
+) -> Iterator[tuple[int, InFlight[PreparedRetrieve], int]]:
+    """Asks for the chunks of a lease, a few ranges ahead of the one that it gives: `(first_chunk, entry, num_chunks)`.
+
+    From slots all of them at once; inline as many as a message may hold, and before the size of a chunk is known, one.
+    """
     if endpoint.pool is not None:
-        return 2**31
+        yield 0, lease.prepare(hit), hit
+        return
     if layout is None:
-        return 1  # the first object tells its size
-    return max(1, _INLINE_BATCH // layout.chunk_nbytes(endpoint.identity.chunk_size))
+        yield 0, lease.prepare(1), 1
+    asked: deque[tuple[int, InFlight[PreparedRetrieve], int]] = deque()
+    first = int(layout is None)
+    size = 1 if layout is None else max(1, _INLINE_BATCH // layout.chunk_nbytes(endpoint.identity.chunk_size))
+    while first < hit or asked:
+        while first < hit and len(asked) < _RANGES_AHEAD:
+            count = min(hit - first, size)
+            asked.append((first, lease.prepare(count), count))
+            first += count
+        yield asked.popleft()
 
 
-def _received_chunks(endpoint: Endpoint, prepared: PreparedRetrieve, count: int) -> list[torch.Tensor]:
-    """The chunks of a reply as tensors `[kv, layer, token, hidden]` on the pool or on the message."""
+def _new_result(endpoint: Endpoint, layout: KVLayout, hit: int) -> torch.Tensor:
     chunk_size = endpoint.identity.chunk_size
-    if endpoint.pool is None:
-        if prepared.slots is not None:
-            raise RemoteProtocolError(
-                "prepare_retrieve: slots from a server without a pool", path="prepare_retrieve.context"
-            )
-        payload = memoryview(prepared.data)
-        tensors = read_payload(payload, endpoint.payload_form, num_tensors=count, max_nbytes=len(payload))
-    else:
+    buffer = endpoint.buffers.lend(hit * layout.chunk_nbytes(chunk_size))
+    return new_result(layout.chunk_shape(chunk_size), hit, layout.dtype, buffer)
+
+
+def received_runs(endpoint: Endpoint, prepared: PreparedRetrieve, count: int) -> list[torch.Tensor]:
+    """The chunks of a reply as tensors `[chunk, kv, layer, token, hidden]` on the pool or on the message."""
+    chunk_size = endpoint.identity.chunk_size
+    if endpoint.pool is not None:
+        where = "prepare_retrieve.context.slots"
         slots = prepared.slots
         if slots is None or len(slots) != count:
             found = "no slots" if slots is None else f"{len(slots)} slots"
-            raise RemoteProtocolError(
-                f"prepare_retrieve.context.slots: {found} for {count} chunks", path="prepare_retrieve.context.slots"
-            )
-        check_disjoint(slots, "prepare_retrieve.context.slots")
-        return [
-            _on_pool(endpoint.pool, slot, chunk_size, f"prepare_retrieve.context.slots[{index}]")
-            for index, slot in enumerate(slots)
-        ]
-    return [as_chunk(tensor, chunk_size, f"prepare_retrieve.data[{index}]") for index, tensor in enumerate(tensors)]
+            raise RemoteProtocolError(f"{where}: {found} for {count} chunks", path=where)
+        check_disjoint(slots, where)
+        return slot_runs(endpoint.pool.buffer, slots, chunk_size, where)
+    if prepared.slots is not None:
+        raise RemoteProtocolError(
+            "prepare_retrieve: slots from a server without a pool", path="prepare_retrieve.context"
+        )
+    payload = memoryview(prepared.data)
+    tensors = read_payload(payload, endpoint.payload_form, num_tensors=count, max_nbytes=len(payload))
+    return [
+        as_chunk(tensor, chunk_size, f"prepare_retrieve.data[{index}]").unsqueeze(0)
+        for index, tensor in enumerate(tensors)
+    ]
 
 
-def _on_pool(pool: memoryview, slot: Slot, chunk_size: int, path: str) -> torch.Tensor:
-    """A slot as `[kv, layer, token, hidden]` on the pool."""
-    view = slot_view(pool, offset=slot.offset, length=slot.length, shape=slot.shape, dtype_name=slot.dtype, path=path)
-    return as_chunk(view, chunk_size, path)
-
-
-def _agreed_layout(chunks: Sequence[torch.Tensor], layout: KVLayout | None, chunk_size: int) -> KVLayout:
+def agreed_layout(runs: Sequence[torch.Tensor], layout: KVLayout | None, chunk_size: int) -> KVLayout:
     """The layout that every chunk has; a chunk that differs from the engine's, or from the first, is refused."""
-    expected = layout or layout_from_object(tuple(chunks[0].shape), chunks[0].dtype, chunk_size)
+    expected = layout or layout_from_object(tuple(runs[0].shape[1:]), runs[0].dtype, chunk_size)
     shape = expected.chunk_shape(chunk_size)
-    for index, chunk in enumerate(chunks):
-        if tuple(chunk.shape) != shape or chunk.dtype != expected.dtype:
+    index = 0
+    for run in runs:
+        if tuple(run.shape[1:]) != shape or run.dtype != expected.dtype:
             raise RemoteProtocolError(
-                f"prepare_retrieve: chunk {index} is {list(chunk.shape)} {chunk.dtype}, but the model's cache holds "
+                f"prepare_retrieve: chunk {index} is {list(run.shape[1:])} {run.dtype}, but the model's cache holds "
                 f"{list(shape)} {expected.dtype} [kv, layer, token, hidden]; another client may have stored it with a "
                 "wrong layout",
                 path="prepare_retrieve",
             )
+        index += run.size(0)
     return expected
 
 
@@ -191,7 +232,7 @@ class KVSlotWriter:
     """A `SlotWriter`: copies a range of chunks of one tensor into slots of the pool."""
 
     def __init__(
-        self, kv: torch.Tensor, first_chunk: int, num_chunks: int, layout: KVLayout, chunk_size: int, pool: memoryview
+        self, kv: torch.Tensor, first_chunk: int, num_chunks: int, layout: KVLayout, chunk_size: int, pool: SharedPool
     ) -> None:
         self._kv = kv
         self._first_chunk = first_chunk
@@ -202,21 +243,31 @@ class KVSlotWriter:
 
     def check(self, prepared: PreparedStore) -> None:
         """Raises RemoteProtocolError unless every slot has the bytes, the dtype and the shape of a chunk."""
+        where = "prepare_store.context.slots"
         slots = prepared.slots or ()
-        check_disjoint(slots, "prepare_store.context.slots")
+        check_disjoint(slots, where)
         expected = self._layout.chunk_shape(self._chunk_size)
-        for index, slot in enumerate(slots):
-            where = f"prepare_store.context.slots[{index}]"
-            view = _on_pool(self._pool, slot, self._chunk_size, where)
-            if tuple(view.shape) != expected or view.dtype != self._layout.dtype:
-                found, wanted = f"{list(view.shape)} {view.dtype}", f"{list(expected)} {self._layout.dtype}"
-                raise RemoteProtocolError(f"{where}: {found}, expected {wanted}", path=where)
+        index = 0
+        for run in slot_runs(self._pool.buffer, slots, self._chunk_size, where):
+            if tuple(run.shape[1:]) != expected or run.dtype != self._layout.dtype:
+                found, wanted = f"{list(run.shape[1:])} {run.dtype}", f"{list(expected)} {self._layout.dtype}"
+                raise RemoteProtocolError(f"{where}[{index}]: {found}, expected {wanted}", path=f"{where}[{index}]")
+            index += run.size(0)
 
     def write(self, prepared: PreparedStore) -> None:
         """Fills every slot."""
-        for slot, index in zip(prepared.slots or (), prepared.chunk_indices, strict=True):
-            out = _on_pool(self._pool, slot, self._chunk_size, "prepare_store.context.slots")
-            pack_chunk(self._kv, self._first_chunk + index, self._chunk_size, out)
+        slots, indices = prepared.slots or (), prepared.chunk_indices
+        for slot in slots:
+            self._pool.populate(slot.offset, slot.length, write=True)
+        start = 0
+        for end in range(1, len(slots) + 1):
+            if end < len(slots) and indices[end] == indices[end - 1] + 1:
+                continue
+            first = self._first_chunk + indices[start]
+            for run in slot_runs(self._pool.buffer, slots[start:end], self._chunk_size):
+                pack(self._kv, first, run)
+                first += run.size(0)
+            start = end
 
     def snapshot(self) -> KVSlotWriter:
         """The same range of a copy that nobody else has."""
@@ -241,18 +292,47 @@ def write_range(
     `inline` sends the bytes in the message even to a server with a pool, which every release takes (PROTOCOL.md
     section 6).
     """
-    chunk_size = endpoint.identity.chunk_size
-    nbytes = layout.chunk_nbytes(chunk_size)
     pool = None if inline else endpoint.pool
-    if pool is not None:
-        limit = _STORE_BATCH
-    else:
-        limit = min(_INLINE_BATCH, max_chunks_per_payload(layout, chunk_size) * nbytes)
+    if pool is None:
+        yield from _write_inline(endpoint, operation, layout, kv, first_chunk, num_chunks)
+        return
+    chunk_size = endpoint.identity.chunk_size
+    prepared: deque[Reservation] = deque()
+    committed: deque[Reservation] = deque()
+    for offset, count in batches(num_chunks, layout.chunk_nbytes(chunk_size), _STORE_BATCH):
+        reservation = Reservation(operation, first_chunk + offset, count, endpoint.write_ttl)
+        reservation.prepare(KVSlotWriter(kv, first_chunk + offset, count, layout, chunk_size, pool))
+        prepared.append(reservation)
+        if len(prepared) == _BATCHES_AHEAD:
+            prepared[0].fill()
+            committed.append(prepared.popleft())
+            if len(committed) == _BATCHES_AHEAD:
+                yield committed.popleft().verdict()
+    for reservation in prepared:
+        reservation.fill()
+    for reservation in (*committed, *prepared):
+        yield reservation.verdict()
+
+
+def _write_inline(
+    endpoint: Endpoint, operation: Operation, layout: KVLayout, kv: torch.Tensor, first_chunk: int, num_chunks: int
+) -> Iterator[tuple[int, ...]]:
+    """The same in messages: one is written while the server takes the one before; their memory is used again."""
+    chunk_size, form = endpoint.identity.chunk_size, endpoint.payload_form
+    nbytes = layout.chunk_nbytes(chunk_size)
+    limit = min(_INLINE_BATCH, max_chunks_per_payload(layout, chunk_size) * nbytes)
+    sent: deque[tuple[Reservation, memoryview]] = deque()
+    free: list[memoryview] = []
     for offset, count in batches(num_chunks, nbytes, limit):
-        first = first_chunk + offset
-        reservation = Reservation(operation, first, count, endpoint.write_ttl)
-        if pool is None:
-            reservation.store_inline(write_payload(kv, layout, chunk_size, first, count, endpoint.payload_form))
-        else:
-            reservation.store_slots(KVSlotWriter(kv, first, count, layout, chunk_size, pool))
-        yield reservation.written
+        if len(sent) == _BATCHES_AHEAD:
+            reservation, frame = sent.popleft()
+            yield reservation.verdict()
+            free.append(frame)  # answered: the server has all of it
+        size = payload_frame_nbytes(layout, chunk_size, count, form)
+        frame = free.pop() if free and len(free[-1]) == size else message_buffer(size)
+        write_payload_into(frame, kv, layout, chunk_size, first_chunk + offset, count, form)
+        reservation = Reservation(operation, first_chunk + offset, count, endpoint.write_ttl)
+        reservation.send_inline(frame)
+        sent.append((reservation, frame))
+    for reservation, _ in sent:
+        yield reservation.verdict()

@@ -13,8 +13,8 @@ from lmcache_sdk.layout.blobs import (
 from lmcache_sdk.layout.chunking import batches, chunk_range, tail_tokens, token_range, whole_chunks
 from lmcache_sdk.layout.dtypes import dtype_from_name, dtype_name, itemsize
 from lmcache_sdk.layout.geometry import KVLayout, check_uncompressed, layout_from_document, layout_from_object
-from lmcache_sdk.layout.packing import check_kv, copied, new_result, pack_chunk, unpack
-from lmcache_sdk.layout.views import as_chunk, check_disjoint, slot_view
+from lmcache_sdk.layout.packing import check_kv, check_out, copied, new_result, pack, pack_chunk, unpack
+from lmcache_sdk.layout.views import as_chunk, check_disjoint, slot_runs, slot_view
 
 __all__ = [
     "HIDDEN",
@@ -26,6 +26,7 @@ __all__ = [
     "batches",
     "check_disjoint",
     "check_kv",
+    "check_out",
     "check_uncompressed",
     "chunk_range",
     "copied",
@@ -36,11 +37,13 @@ __all__ = [
     "layout_from_object",
     "max_chunks_per_payload",
     "new_result",
+    "pack",
     "pack_chunk",
     "payload_frame_nbytes",
     "payload_of_tensors",
     "read_payload",
     "read_stored_payload",
+    "slot_runs",
     "slot_view",
     "tail_tokens",
     "token_range",

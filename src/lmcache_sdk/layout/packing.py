@@ -18,6 +18,7 @@ from lmcache_sdk.errors import ArgumentTypeError, Fate, ShapeMismatchError
 from lmcache_sdk.layout.axes import HIDDEN, KV, LAYER, OBJECT_RANK, TOKEN
 from lmcache_sdk.layout.dtypes import itemsize
 from lmcache_sdk.layout.geometry import KVLayout
+from lmcache_sdk.layout.views import tensor_on
 
 _PID: Final = os.getpid()
 _SERIAL_ELEMENTS: Final = 32_768
@@ -44,7 +45,7 @@ def check_kv(kv: object, layout: KVLayout, num_tokens: int) -> torch.Tensor:
     if not isinstance(kv, torch.Tensor):
         hint = "; torch.from_numpy(...) makes one" if type(kv).__module__ == "numpy" else ""
         raise ArgumentTypeError(f"kv: expected a torch.Tensor, got {type(kv).__name__}{hint}")
-    _check_has_data(kv)
+    _check_has_data(kv, "kv")
     expected = (layout.planes, layout.num_layers, num_tokens, layout.hidden_dim)
     if kv.dtype != layout.dtype:
         raise _mismatch(kv, expected, layout, _dtype_advice(kv.dtype, layout.dtype))
@@ -68,18 +69,68 @@ def pack_chunk(kv: torch.Tensor, chunk_index: int, chunk_size: int, out: torch.T
     _copy(source, out)
 
 
-def unpack(chunks: Sequence[torch.Tensor], out: torch.Tensor, first_chunk: int) -> None:
-    """Copies consecutive objects into a result, all `[kv, layer, token, hidden]`."""
-    for index, chunk in enumerate(chunks, first_chunk):
-        chunk_size = chunk.size(TOKEN)
-        _copy(chunk, out.narrow(TOKEN, index * chunk_size, chunk_size))
+def pack(kv: torch.Tensor, first_chunk: int, out: torch.Tensor) -> None:
+    """Copies consecutive chunks of a checked tensor into a run of slots `[chunk, kv, layer, token, hidden]`."""
+    _copy(_in_chunks(kv.detach(), first_chunk, out.size(0), out.size(1 + TOKEN)), out)
 
 
-def new_result(chunk_shape: Sequence[int], num_chunks: int, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised contiguous CPU tensor for that many objects side by side along their tokens."""
+def unpack(runs: Sequence[torch.Tensor], out: torch.Tensor, first_chunk: int) -> None:
+    """Copies runs of consecutive chunks `[chunk, kv, layer, token, hidden]` into a `[kv, layer, token, hidden]`."""
+    for run in runs:
+        _copy(run, _in_chunks(out, first_chunk, run.size(0), run.size(1 + TOKEN)))
+        first_chunk += run.size(0)
+
+
+def _in_chunks(kv: torch.Tensor, first_chunk: int, num_chunks: int, chunk_size: int) -> torch.Tensor:
+    """A view `[chunk, kv, layer, token, hidden]` of some chunks of a tensor `[kv, layer, token, hidden]`."""
+    tokens = kv.narrow(TOKEN, first_chunk * chunk_size, num_chunks * chunk_size)
+    planes, layers, _, hidden = kv.shape
+    return tokens.view(planes, layers, num_chunks, chunk_size, hidden).movedim(TOKEN, 0)
+
+
+def new_result(
+    chunk_shape: Sequence[int], num_chunks: int, dtype: torch.dtype, buffer: memoryview | None = None
+) -> torch.Tensor:
+    """An uninitialised contiguous CPU tensor for that many chunks side by side along their tokens, on `buffer` if one
+    of exactly its bytes is given.
+    """
     shape = list(chunk_shape)
     shape[TOKEN] *= num_chunks
+    if buffer is not None:
+        return tensor_on(buffer, dtype, shape)
     return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def check_out(out: object, layout: KVLayout, num_tokens: int) -> torch.Tensor:
+    """Checks a tensor that a result is to be written into, as `check_kv` does one that is stored; no two of its
+    elements may share memory.
+    """
+    if not isinstance(out, torch.Tensor):
+        raise ArgumentTypeError(f"out: expected a torch.Tensor, got {type(out).__name__}")
+    _check_has_data(out, "out")
+    shape = (layout.planes, layout.num_layers, num_tokens, layout.hidden_dim)
+    expected = f"{list(shape)} {layout.dtype}"
+    found = f"{list(out.shape)} {out.dtype}"
+    if found != expected:
+        problem = f"out: expected {expected} ([planes, layers, tokens, hidden], one row per token id), got {found}"
+    elif not _elements_apart(out):
+        problem = f"out: elements share memory (strides {list(out.stride())}); pass one of its own, as of torch.empty"
+    else:
+        return out.detach()
+    raise ShapeMismatchError(problem, expected=expected, found=found, fate=Fate.NOT_SENT)
+
+
+def _elements_apart(tensor: torch.Tensor) -> bool:
+    """Whether each axis, smallest step first, steps over everything that the axes before it reach."""
+    if not tensor.numel():
+        return True
+    reach = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step < reach:
+                return False
+            reach += step * (size - 1)
+    return True
 
 
 def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
@@ -111,18 +162,18 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _check_has_data(kv: torch.Tensor) -> None:
+def _check_has_data(kv: torch.Tensor, name: str) -> None:
     if kv.is_nested or kv.layout != torch.strided:
         raise ArgumentTypeError(
-            f"kv: a {'nested' if kv.is_nested else kv.layout} tensor is not taken; make it dense first"
+            f"{name}: a {'nested' if kv.is_nested else kv.layout} tensor is not taken; make it dense first"
         )
     if kv.device.type == "meta":
-        raise ArgumentTypeError("kv: a tensor on the meta device has no data to store")
+        raise ArgumentTypeError(f"{name}: a tensor on the meta device has no data")
     if kv.device.type != "cpu" and kv.numel():
         try:
             kv.detach()[(slice(0, 1),) * kv.dim()].to("cpu")
         except (RuntimeError, NotImplementedError) as error:
-            raise ArgumentTypeError(f"kv: a tensor on {kv.device} cannot be copied to the CPU") from error
+            raise ArgumentTypeError(f"{name}: a tensor on {kv.device} cannot be copied to the CPU") from error
 
 
 def _mismatch(kv: torch.Tensor, shape: Sequence[int], layout: KVLayout, advice: str) -> ShapeMismatchError:

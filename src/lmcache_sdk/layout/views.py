@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
+import attrs
 import torch
 
 from lmcache_sdk.errors import RemoteProtocolError, UnknownLayoutError
@@ -27,18 +28,88 @@ def slot_view(
     pool: memoryview, *, offset: int, length: int, shape: Sequence[int], dtype_name: str, path: str = "slot"
 ) -> torch.Tensor:
     """The tensor of one slot of the pool; nothing is copied, so what is written to it is in the pool."""
+    dtype = dtype_of(dtype_name, f"{path}.dtype")
+    nbytes = shape_nbytes(shape, dtype, f"{path}.shape")
+    _check_place(pool.nbytes, offset, length, nbytes, itemsize(dtype), path)
+    return tensor_on(pool.cast("B")[offset : offset + length], dtype, shape)
+
+
+def slot_runs(pool: memoryview, slots: Sequence[Slot], chunk_size: int, path: str = "slots") -> list[torch.Tensor]:
+    """Consecutive slots as few tensors `[chunk, kv, layer, token, hidden]` on the pool: neighbours of one kind at one
+    distance from each other are one tensor, which can be copied in one piece. Every number is checked as in
+    `slot_view`; that no two overlap is the caller's to check.
+    """
+    runs: list[torch.Tensor] = []
+    memory = pool.cast("B")
+    start = 0
+    kind: _Kind | None = None
+    for index, slot in enumerate(slots):
+        if kind is None or slot.shape != kind.shape or slot.dtype != kind.dtype_name:
+            if kind is not None:
+                runs.extend(_joined(memory, slots[start:index], kind))
+            kind, start = _kind_of(slot, chunk_size, f"{path}[{index}]"), index
+        if not _fits(slot, kind, pool.nbytes):
+            _check_place(pool.nbytes, slot.offset, slot.length, kind.nbytes, kind.itemsize, f"{path}[{index}]")
+    if kind is not None:
+        runs.extend(_joined(memory, slots[start:], kind))
+    return runs
+
+
+@attrs.frozen
+class _Kind:
+    """What consecutive slots have in common."""
+
+    shape: tuple[int, ...]
+    dtype_name: str
+    dtype: torch.dtype
+    itemsize: int
+    nbytes: int
+    chunk_shape: tuple[int, ...]
+
+
+def _kind_of(slot: Slot, chunk_size: int, path: str) -> _Kind:
+    dtype = dtype_of(slot.dtype, f"{path}.dtype")
+    nbytes = shape_nbytes(slot.shape, dtype, f"{path}.shape")
+    shape = _chunk_shape(tuple(slot.shape), chunk_size, path)
+    return _Kind(tuple(slot.shape), slot.dtype, dtype, itemsize(dtype), nbytes, shape)
+
+
+def _fits(slot: Slot, kind: _Kind, pool_nbytes: int) -> bool:
+    """What `_check_place` says in words, fast: a long prefix has thousands of slots."""
+    return (
+        type(slot.offset) is type(slot.length) is int
+        and slot.length == kind.nbytes
+        and 0 <= slot.offset <= pool_nbytes - kind.nbytes
+        and not slot.offset % kind.itemsize
+    )
+
+
+def _joined(memory: memoryview, slots: Sequence[Slot], kind: _Kind) -> Iterator[torch.Tensor]:
+    """Checked slots of one kind, cut where the distance to the next one changes or turns back."""
+    inner = [math.prod(kind.chunk_shape[axis + 1 :]) for axis in range(len(kind.chunk_shape))]
+    start = 0
+    while start < len(slots):
+        offset, end, distance = slots[start].offset, start + 1, kind.nbytes
+        if end < len(slots) and slots[end].offset > offset:
+            distance = slots[end].offset - offset
+        while end < len(slots) and slots[end].offset - slots[end - 1].offset == distance:
+            end += 1
+        count = ((end - start - 1) * distance + kind.nbytes) // kind.itemsize
+        whole = tensor_on(memory[offset : offset + count * kind.itemsize], kind.dtype, [count])
+        yield whole.as_strided((end - start, *kind.chunk_shape), (distance // kind.itemsize, *inner))
+        start = end
+
+
+def _check_place(pool_nbytes: int, offset: int, length: int, nbytes: int, itemsize_: int, path: str) -> None:
     for name, value in (("offset", offset), ("length", length)):
         if type(value) is not int or value < 0:
             raise _wrong(f"{path}.{name}", f"expected a count of bytes, got {str(value)[:40]}")
-    dtype = dtype_of(dtype_name, f"{path}.dtype")
-    nbytes = shape_nbytes(shape, dtype, f"{path}.shape")
     if nbytes != length:
-        raise _wrong(f"{path}.length", f"{length}, but {list(shape)} of {dtype_name} takes {nbytes} bytes")
-    if offset % itemsize(dtype):
-        raise _wrong(f"{path}.offset", f"{offset} is not a multiple of the {itemsize(dtype)} bytes of {dtype_name}")
-    if offset + length > pool.nbytes:
-        raise _wrong(f"{path}.offset", f"{offset} + {length} bytes end outside the pool of {pool.nbytes}")
-    return tensor_on(pool.cast("B")[offset : offset + length], dtype, shape)
+        raise _wrong(f"{path}.length", f"{length}, but its shape and dtype take {nbytes} bytes")
+    if offset % itemsize_:
+        raise _wrong(f"{path}.offset", f"{offset} is not a multiple of the {itemsize_} bytes of its dtype")
+    if offset + length > pool_nbytes:
+        raise _wrong(f"{path}.offset", f"{offset} + {length} bytes end outside the pool of {pool_nbytes}")
 
 
 def tensor_on(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -74,13 +145,16 @@ def shape_nbytes(shape: Sequence[object], dtype: torch.dtype, path: str) -> int:
 
 def as_chunk(tensor: torch.Tensor, chunk_size: int, path: str = "object") -> torch.Tensor:
     """The object as `[kv, layer, token, hidden]`: clients store one plane without the first axis, engines with it."""
-    found = list(tensor.shape)
-    chunk = tensor.unsqueeze(KV) if tensor.dim() == OBJECT_RANK - 1 else tensor
-    if chunk.dim() != OBJECT_RANK or chunk.size(KV) not in (1, 2):
-        raise _wrong(f"{path}.shape", f"{found} is not [kv, layer, token, hidden] with 1 or 2 planes")
-    if chunk.size(TOKEN) != chunk_size:
-        raise _wrong(f"{path}.shape", f"{found} does not hold a chunk of {chunk_size} tokens")
-    return chunk
+    return tensor.view(_chunk_shape(tuple(tensor.shape), chunk_size, path))
+
+
+def _chunk_shape(shape: tuple[int, ...], chunk_size: int, path: str) -> tuple[int, ...]:
+    found = (1, *shape) if len(shape) == OBJECT_RANK - 1 else shape
+    if len(found) != OBJECT_RANK or found[KV] not in (1, 2):
+        raise _wrong(f"{path}.shape", f"{list(shape)} is not [kv, layer, token, hidden] with 1 or 2 planes")
+    if found[TOKEN] != chunk_size:
+        raise _wrong(f"{path}.shape", f"{list(shape)} does not hold a chunk of {chunk_size} tokens")
+    return found
 
 
 def check_disjoint(slots: Sequence[Slot], path: str = "slots") -> None:

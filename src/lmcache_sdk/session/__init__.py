@@ -1,6 +1,7 @@
 """A lock lives here: sockets, threads, deadlines, and everything that must be given back. No tensors."""
 
 from lmcache_sdk.session.addresses import Addresses, check_resolvable, checked_addresses
+from lmcache_sdk.session.buffers import BufferPool
 from lmcache_sdk.session.deadline import Deadline, checked_timeout
 from lmcache_sdk.session.discovery import ServerFacts, discover
 from lmcache_sdk.session.interrupts import deferred
@@ -12,11 +13,12 @@ from lmcache_sdk.session.renewal import Renewable
 from lmcache_sdk.session.reservations import Reservation, SlotWriter
 from lmcache_sdk.session.session import Session
 from lmcache_sdk.session.shared_memory import SharedPool, unproven
-from lmcache_sdk.session.zmq_transport import HANDSHAKE_STEP
+from lmcache_sdk.session.zmq_transport import HANDSHAKE_STEP, message_buffer
 
 __all__ = [
     "HANDSHAKE_STEP",
     "Addresses",
+    "BufferPool",
     "Deadline",
     "HttpProbe",
     "Identity",
@@ -35,6 +37,7 @@ __all__ = [
     "checked_timeout",
     "deferred",
     "discover",
+    "message_buffer",
     "new_instance_id",
     "private_model_name",
     "unproven",

@@ -80,36 +80,45 @@ class Reservation:
 
     # ---- the call ---------------------------------------------------------------------------------------------------
 
-    def store_slots(self, writer: SlotWriter) -> None:
-        """PREPARE_STORE, fill exactly the given slots, COMMIT_STORE."""
+    def prepare(self, writer: SlotWriter) -> None:
+        """Sends PREPARE_STORE, without waiting."""
         self._writer = writer
         self._prepared_at = self._clock()
         instance_id = self._operation.identity.instance_id
         self._prepare = self._operation.submit(PrepareStore(key=self._key, instance_id=instance_id))
         self._machine.record(Event.PREPARE_SENT)
         self._operation.owe(self)
+
+    def fill(self) -> None:
+        """Waits for the slots, fills exactly those that were given and sends COMMIT_STORE, without waiting."""
+        assert self._prepare is not None and self._writer is not None  # `prepare` came first
         prepared = self._operation.wait(self._prepare)
         self._take_slots(prepared)
-        if self._machine.state is ReservationState.RESERVED:
-            interruption = self._fill(prepared, writer)
-            try:
-                self._check_alive()
-                self._send_commit(b"")
-                self._wait_verdict()
-            except KVCacheSDKError as error:
-                if interruption is not None:
-                    raise interruption from error
-                raise
+        if self._machine.state is not ReservationState.RESERVED:
+            return
+        interruption = self._fill(prepared, self._writer)
+        try:
+            self._check_alive()
+            self._send_commit(b"")
+        except KVCacheSDKError as error:
             if interruption is not None:
-                raise interruption
+                raise interruption from error
+            raise
+        if interruption is not None:
+            raise interruption
 
-    def store_inline(self, payload: Buffer) -> None:
-        """COMMIT_STORE with the chunks themselves; `payload` brings its own MessagePack header."""
+    def send_inline(self, payload: Buffer) -> None:
+        """Sends COMMIT_STORE with the chunks themselves, without waiting; `payload` brings its MessagePack header."""
         self._indices = tuple(range(self._num_chunks))
         self._prepared_at = self._clock()
         self._send_commit(payload)
         self._operation.owe(self)
-        self._wait_verdict()
+
+    def verdict(self) -> tuple[int, ...]:
+        """Waits for the answer to COMMIT_STORE, if one was sent; gives the chunks that were published."""
+        if self._commit is not None:
+            self._take_verdict(self._operation.wait(self._commit).success)
+        return self.written
 
     def _take_slots(self, prepared: PreparedStore) -> None:
         """Notes what PREPARE_STORE gave; refuses what it cannot have given."""
@@ -145,10 +154,6 @@ class Reservation:
         request = CommitStore(key=self._key, instance_id=instance_id, data=data, framed=bool(len(data)))
         self._commit = self._operation.submit(request)
         self._machine.record(Event.COMMIT_SENT)
-
-    def _wait_verdict(self) -> None:
-        assert self._commit is not None  # narrows; both callers have just sent it
-        self._take_verdict(self._operation.wait(self._commit).success)
 
     def _take_verdict(self, accepted: bool) -> None:
         self._machine.record(Event.COMMIT_ACCEPTED if accepted else Event.COMMIT_REFUSED)

@@ -10,6 +10,7 @@ also ends when the session's wake pipe is written to. No empty delimiter, no ide
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -54,6 +55,25 @@ def _translated(url: str, error: type[KVCacheSDKError], fate: Fate) -> Iterator[
         yield
     except zmq.ZMQError as cause:
         raise error(f"{url}: {cause}", fate=fate) from cause
+
+
+def message_buffer(nbytes: int) -> memoryview:
+    """Writable memory that `Transport.send` sends without another copy. Who writes to it again while zmq is still
+    sending it changes what is sent: wait for the answer first.
+    """
+    zeros = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # never touched: takes no memory
+    try:
+        with contextlib.suppress(OSError):
+            zeros.madvise(mmap.MADV_HUGEPAGE)
+        return zmq.Frame(zeros, copy=True).buffer
+    finally:
+        zeros.close()
+
+
+def _message_of(frame: Buffer) -> Buffer | zmq.Frame:
+    """Zmq's own message where the frame is the whole of one: sent again, it is counted and not copied."""
+    owner: object = frame.obj if isinstance(frame, memoryview) else None
+    return owner if isinstance(owner, zmq.Frame) and len(owner) == len(frame) else frame
 
 
 def new_context() -> ZmqContext:
@@ -104,13 +124,16 @@ class ZmqTransport:
                 raise ConnectError(f"{step}: cannot connect to the ZMQ url {self._url}: {_REFUSED[event]}")
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        """Queues one message. Frames are copied: sending without a copy makes pyzmq keep a thread and four descriptors
-        for the whole process, for ever.
+        """Queues one message. Memory of `message_buffer` goes out as it is. Other frames are copied: sending them
+        without a copy makes pyzmq keep a thread and four descriptors for the whole process, for ever.
         """
         if self._lost is not None:
             raise ConnectionLostError(f"{self._url}: {self._lost}", fate=Fate.NOT_SENT)
+        parts = [_message_of(frame) for frame in frames]
         with _translated(self._url, ConnectionLostError, Fate.UNKNOWN):
-            self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
+            for part in parts[:-1]:
+                self._socket.send(part, flags=zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(parts[-1], flags=zmq.NOBLOCK)
 
     def receive(self, deadline: Deadline, *, interruptible: bool = True) -> list[Buffer] | None:
         """The next message, or None when the deadline passed; see `Transport.receive`."""

@@ -41,8 +41,8 @@ class Stopper:
         self.chunk = 0
         self._copied = 0
         # the names that the modules use: into slots, into messages, out of both
-        vars(transfer).update(pack_chunk=self.pack, unpack=self.unpack)
-        vars(blobs).update(pack_chunk=self.pack)
+        vars(transfer).update(pack=self.pack, unpack=self.unpack)
+        vars(blobs).update(pack_chunk=self.pack_chunk)
 
     def arm(self, kind: str, chunk: int) -> None:
         self.kind, self.chunk, self._copied = kind, chunk, 0
@@ -54,14 +54,20 @@ class Stopper:
             os.kill(os.getpid(), signal.SIGSTOP)
         self._copied += 1
 
-    def pack(self, kv: torch.Tensor, chunk_index: int, chunk_size: int, out: torch.Tensor) -> None:
+    def pack_chunk(self, kv: torch.Tensor, chunk_index: int, chunk_size: int, out: torch.Tensor) -> None:
         self._reached("store")
         packing.pack_chunk(kv, chunk_index, chunk_size, out)
 
-    def unpack(self, chunks: Sequence[torch.Tensor], out: torch.Tensor, first_chunk: int) -> None:
-        for index, chunk in enumerate(chunks):
+    def pack(self, kv: torch.Tensor, first_chunk: int, out: torch.Tensor) -> None:
+        for index in range(out.size(0)):
+            self._reached("store")
+            packing.pack(kv, first_chunk + index, out[index : index + 1])
+
+    def unpack(self, runs: Sequence[torch.Tensor], out: torch.Tensor, first_chunk: int) -> None:
+        chunks = [run[index : index + 1] for run in runs for index in range(run.size(0))]
+        for index, chunk in enumerate(chunks, first_chunk):
             self._reached("retrieve")
-            packing.unpack([chunk], out, first_chunk + index)
+            packing.unpack([chunk], out, index)
 
 
 def values(ctx: LMCacheKVCacheContext, num_tokens: int, seed: int) -> torch.Tensor:
