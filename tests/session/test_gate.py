@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lmcache_sdk.errors import DeadlineExceededError, Fate, SessionClosedError
+from lmcache_sdk.errors import DeadlineExceededError, Fate, SessionClosedError, UsageError
 from lmcache_sdk.session import Deadline
 from lmcache_sdk.session.gate import KeyGate
 
@@ -30,6 +30,33 @@ def running(*targets: Callable[[], object]) -> Iterator[list[threading.Thread]]:
         assert not thread.is_alive()
 
 
+@contextmanager
+def held_elsewhere(gate: KeyGate, key: str) -> Iterator[None]:
+    """Another thread holds the key for the time of the block."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with gate.hold(key, Deadline.after(1), "x"):
+            held.set()
+            over.wait(10)
+
+    with running(hold):
+        assert held.wait(5)
+        yield
+        over.set()
+
+
+def test_a_thread_that_would_wait_for_itself_is_told() -> None:
+    gate, _ = made_gate()
+    with gate.hold("a", Deadline.after(1), "view"):
+        with pytest.raises(UsageError, match=r"^retrieve: this thread"), gate.hold("a", Deadline.after(9), "retrieve"):
+            pytest.fail("two at a time")
+        with gate.hold("b", Deadline.after(1), "x"):
+            pass
+    with gate.hold("a", Deadline.after(0.0), "x"):
+        pass
+
+
 def test_another_key_passes() -> None:
     gate, _ = made_gate()
     with gate.hold("a", Deadline.after(1), "x"), gate.hold("b", Deadline.after(1), "x"):
@@ -46,7 +73,7 @@ def test_the_same_key_passes_afterwards_also_after_an_error() -> None:
 
 def test_waiting_ends_at_the_deadline_and_nothing_was_sent() -> None:
     gate, _ = made_gate()
-    with gate.hold("a", Deadline.after(1), "x"):
+    with held_elsewhere(gate, "a"):
         with pytest.raises(DeadlineExceededError) as caught, gate.hold("a", Deadline.after(0.02), "store"):
             pytest.fail("two at a time")
         assert caught.value.fate is Fate.NOT_SENT
@@ -56,7 +83,7 @@ def test_waiting_ends_at_the_deadline_and_nothing_was_sent() -> None:
 def test_a_waiter_that_gave_up_leaves_the_key_to_others() -> None:
     gate, _ = made_gate()
     late = pytest.raises(DeadlineExceededError)
-    with gate.hold("a", Deadline.after(1), "x"), late, gate.hold("a", Deadline.after(0.01), "x"):
+    with held_elsewhere(gate, "a"), late, gate.hold("a", Deadline.after(0.01), "x"):
         pass
     with gate.hold("a", Deadline.after(0.0), "x"):
         pass

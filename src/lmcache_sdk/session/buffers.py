@@ -64,7 +64,7 @@ class BufferPool:
             return view
 
     def _take(self, nbytes: int) -> mmap.mmap | None:
-        fitting = [mapping for mapping in self._idle if nbytes <= len(mapping) <= _MAX_WASTE * nbytes]
+        fitting = [mapping for mapping in self._idle if nbytes <= len(mapping) <= _MAX_WASTE * _whole_pages(nbytes)]
         if not fitting:
             return None
         best = min(reversed(fitting), key=len)
@@ -106,9 +106,12 @@ class BufferPool:
         return f"<BufferPool {len(self._lent)} lent {len(self._idle)} idle>"
 
 
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+
+
 def _new_mapping(nbytes: int) -> mmap.mmap:
-    whole = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
-    mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, _whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator
 
-from lmcache_sdk.errors import Fate
+from lmcache_sdk.errors import Fate, UsageError
 from lmcache_sdk.session.deadline import Deadline
 from lmcache_sdk.session.interrupts import window
 
@@ -22,22 +22,28 @@ class KeyGate:
     def __init__(self, condition: threading.Condition, check: Callable[[], None]) -> None:
         self._condition = condition
         self._check = check
-        self._held: set[Hashable] = set()
+        self._held: dict[Hashable, int] = {}
+        """Keys, and the thread that began to hold each."""
 
     @contextlib.contextmanager
     def hold(self, key: Hashable, deadline: Deadline, step: str) -> Iterator[None]:
-        """Holds the key for the time of a block."""
+        """Holds the key for the time of a block; raises UsageError when this thread holds it already."""
         with self._condition:
             while key in self._held:
+                if self._held[key] == threading.get_ident():
+                    raise UsageError(
+                        f"{step}: this thread is inside a view of the same tokens, and would wait for itself; leave "
+                        "the view first"
+                    )
                 with window():
                     woken = self._condition.wait(deadline.remaining())
                 if not woken and key in self._held:
                     raise deadline.exceeded(f"{step}: another call of this context on the same tokens", Fate.NOT_SENT)
                 self._check()
-            self._held.add(key)
+            self._held[key] = threading.get_ident()
         try:
             yield
         finally:
             with self._condition:
-                self._held.discard(key)
+                self._held.pop(key, None)
                 self._condition.notify_all()
