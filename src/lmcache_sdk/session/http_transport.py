@@ -1,26 +1,23 @@
-"""HTTP calls -> status and bytes, inside one deadline; the only importer of requests.
+"""HTTP calls -> status and bytes, inside one deadline.
 
-What it guarantees beyond requests, for `http://` (an `https://` address gets requests' own timeouts, per received
-piece): the deadline bounds the whole conversation, dripping headers and bodies included; and not one byte is sent to
-a ZMQ port: an HTTP request there can end the message thread of an LMCache server for every client (PROTOCOL.md
-section 13). A ZMTP peer greets within a millisecond of accepting while an HTTP server stays silent, so a fresh
-connection listens first. For both: a body is read up to a limit; no redirect, no proxy, nothing from the environment.
+What it guarantees for `http://`: the deadline bounds the whole conversation, dripping headers and bodies included; and
+not one byte is sent to a ZMQ port: an HTTP request there can end the message thread of an LMCache server for every
+client (PROTOCOL.md section 13). A ZMTP peer greets within a millisecond of accepting while an HTTP server stays silent,
+so a fresh connection listens first. `https://` addresses are left to requests (`https_transport`), with its timeouts
+per received piece. For both: a body is read up to a limit; no redirect, no proxy, nothing from the environment.
+
+The standard library's client, because a miss waits for an answer of /status: requests takes longer than the server.
 """
 
 from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.client import HTTPException
-from typing import Final
-
-import requests
-from requests.adapters import HTTPAdapter
-from urllib3 import HTTPConnectionPool  # requests' own; its connection class is the only door to the socket
-from urllib3.connection import HTTPConnection
-from urllib3.exceptions import HTTPError
+from http.client import HTTPConnection, HTTPException, IncompleteRead, InvalidURL
+from typing import Final, Protocol
+from urllib.parse import urlsplit
 
 from lmcache_sdk.errors import (
     ConnectError,
@@ -38,6 +35,16 @@ _PIECE: Final = 65_536
 MAX_BODY: Final = 64 * 2**20
 """Bytes. /status of a busy server is some hundred kilobytes."""
 _SHOWN: Final = 200
+
+
+class _Way(Protocol):
+    """How a GET is done."""
+
+    def get(self, path: str, seconds: float, /) -> tuple[int, bytes]:
+        """Status and body; raises HTTPException or OSError."""
+
+    def close(self) -> None:
+        """Frees the connection."""
 
 
 class _SpokeFirstError(Exception):
@@ -76,52 +83,74 @@ class _DeadlineSocket(socket.socket):
 class _ListeningConnection(HTTPConnection):
     """Connects, then listens for a peer that greets before it is asked."""
 
-    bound: _Bound
+    def __init__(self, host: str, port: int, bound: _Bound) -> None:
+        super().__init__(host, port)
+        self._bound = bound
 
     @override
-    def _new_conn(self) -> socket.socket:
-        deadline = self.bound.deadline
+    def connect(self) -> None:
+        deadline = self._bound.deadline
         began = deadline.remaining()
-        made = _DeadlineSocket(fileno=super()._new_conn().detach())
-        # the greeting of a far or busy peer needs as long again as the connection took
-        listen = max(_LISTEN_MS, round(2000 * (began - deadline.remaining())) + _LISTEN_MS // 2)
-        made.bound = self.bound
-        poller = select.poll()
-        poller.register(made, select.POLLIN)
-        if poller.poll(min(listen, deadline.remaining_ms())):
-            try:
-                spoke = made.recv(1, socket.MSG_PEEK)
-            except OSError as error:
-                # not a ConnectionResetError: urllib3 swallows that one and goes on without a socket
-                raise ConnectionAbortedError("the peer reset the connection while it was listened to") from error
-            finally:
-                made.close()
-            if spoke:
-                raise _SpokeFirstError(spoke)
-            raise ConnectionResetError("the peer closed the connection at once")
-        return made
+        if began <= 0:
+            raise TimeoutError("the deadline passed")
+        made = _DeadlineSocket(fileno=socket.create_connection((self.host, self.port), began).detach())
+        made.bound = self._bound
+        try:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # the greeting of a far or busy peer needs as long again as the connection took
+            listen = max(_LISTEN_MS, round(2000 * (began - deadline.remaining())) + _LISTEN_MS // 2)
+            _refuse_speaker(made, min(listen, deadline.remaining_ms()))
+        except BaseException:
+            made.close()
+            raise
+        self.sock = made
 
 
-class _Adapter(HTTPAdapter):
-    """requests' adapter with connections of the class above, all bound to one deadline."""
+def _refuse_speaker(made: socket.socket, listen_ms: int) -> None:
+    poller = select.poll()
+    poller.register(made, select.POLLIN)
+    if not poller.poll(listen_ms):
+        return
+    if spoke := made.recv(1, socket.MSG_PEEK):
+        raise _SpokeFirstError(spoke)
+    raise ConnectionResetError("the peer closed the connection at once")
 
-    def __init__(self, bound: _Bound) -> None:
-        super().__init__(max_retries=0)
-        connection = type("_BoundConnection", (_ListeningConnection,), {"bound": bound})
-        pool = type("_BoundPool", (HTTPConnectionPool,), {"ConnectionCls": connection})
-        self.poolmanager.pool_classes_by_scheme = {**self.poolmanager.pool_classes_by_scheme, "http": pool}
 
-    @override
+class _PlainWay:
+    """GET over one connection of the class above."""
+
+    def __init__(self, base_url: str, headers: Mapping[str, str], bound: _Bound) -> None:
+        parts = urlsplit(base_url)
+        self._path = parts.path
+        self._headers = headers
+        self._connection = _ListeningConnection(parts.hostname or "", parts.port or 80, bound)
+
+    def get(self, path: str, _seconds: float) -> tuple[int, bytes]:
+        """Status and body. The deadline is the socket's."""
+        try:
+            self._connection.request("GET", self._path + path, headers=dict(self._headers))
+            response = self._connection.getresponse()
+            body = limited(iter(lambda: response.read(_PIECE), b""), path)
+            if response.length:
+                raise IncompleteRead(body, response.length)  # read(n) does not say that the peer left
+            return response.status, body
+        except BaseException:
+            self._connection.close()
+            raise
+
     def close(self) -> None:
-        """Closes the sockets now: urllib3 leaves that to the collector, and an error that lives on holds a
-        reference.
-        """
-        pools = self.poolmanager.pools
-        for key in pools.keys():  # noqa: SIM118  # not a dict
-            pool = pools.get(key)
-            if pool is not None:
-                pool.close()
-        super().close()
+        self._connection.close()
+
+
+def limited(pieces: Iterator[bytes], url: str) -> bytes:
+    """The pieces of a body, joined; raises RemoteProtocolError when there is more of it than MAX_BODY."""
+    found, size = [], 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MAX_BODY:
+            raise RemoteProtocolError(f"{url}: the body is larger than {MAX_BODY} bytes", path=url)
+        found.append(piece)
+    return b"".join(found)
 
 
 class HttpConversation:
@@ -130,12 +159,10 @@ class HttpConversation:
     def __init__(self, base_url: str, api_key: str | None, deadline: Deadline) -> None:
         self.base_url: str = base_url
         self._bound = _Bound(deadline)
-        self._session = requests.Session()
-        self._session.trust_env = False
-        self._session.mount("http://", _Adapter(self._bound))
-        self._session.headers.update({"Accept-Encoding": "identity", "Accept": "application/json"})
+        headers = {"Accept-Encoding": "identity", "Accept": "application/json"}
         if api_key is not None:
-            self._session.headers["Authorization"] = f"Bearer {api_key}"
+            headers["Authorization"] = f"Bearer {api_key}"
+        self._way: _Way = _way(base_url, headers, self._bound)
 
     def rebind(self, deadline: Deadline) -> None:
         """Puts what follows under another deadline; the connection stays open between calls."""
@@ -151,24 +178,12 @@ class HttpConversation:
         step = f"GET {url}"
         self._deadline.check(step, Fate.NOT_SENT)
         try:
-            with self._session.get(
-                url, stream=True, timeout=self._deadline.remaining(), allow_redirects=False
-            ) as response:
-                body = self._read(response, url)
-        except (requests.RequestException, HTTPError, HTTPException, OSError, _SpokeFirstError) as error:
+            status, body = self._way.get(path, self._deadline.remaining())
+        except (HTTPException, OSError, UnicodeError, _SpokeFirstError) as error:
             raise self._translate(error, url, step) from error
-        if response.status_code != 200:
-            raise _status_error(url, response.status_code, body)
+        if status != 200:
+            raise _status_error(url, status, body)
         return body
-
-    def _read(self, response: requests.Response, url: str) -> bytes:
-        pieces, size = [], 0
-        for piece in response.iter_content(_PIECE):
-            size += len(piece)
-            if size > MAX_BODY:
-                raise RemoteProtocolError(f"{url}: the body is larger than {MAX_BODY} bytes", path=url)
-            pieces.append(piece)
-        return b"".join(pieces)
 
     def _translate(self, error: Exception, url: str, step: str) -> KVCacheSDKError:
         causes = list(_chain(error))
@@ -180,15 +195,23 @@ class HttpConversation:
             )
         if self._deadline.passed or any(isinstance(cause, TimeoutError) for cause in causes):
             return self._deadline.exceeded(step)
-        if isinstance(error, (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema)):
+        if isinstance(error, (InvalidURL, UnicodeError)):
             return UsageError(f"http_url: {self.base_url!r} is not an address: {error}")
-        if isinstance(error, (requests.ConnectionError, OSError)):
+        if isinstance(error, OSError):
             return ConnectError(f"{step}: cannot reach the HTTP server of http_url: {causes[-1]}")
         return RemoteProtocolError(f"{url}: not an HTTP answer: {causes[-1]}", path=url)
 
     def close(self) -> None:
         """Frees the connection."""
-        self._session.close()
+        self._way.close()
+
+
+def _way(base_url: str, headers: Mapping[str, str], bound: _Bound) -> _Way:
+    if not base_url.startswith("https:"):
+        return _PlainWay(base_url, headers, bound)
+    from lmcache_sdk.session.https_transport import SecureWay  # noqa: PLC0415  # requests takes long to import
+
+    return SecureWay(base_url, headers)
 
 
 @contextmanager
