@@ -40,6 +40,7 @@ STAGED: Final[dict[Transport, dict[str, Row]]] = {
         "shm-retrieve": rows_shm.retrieve,
         "shm-retrieve-kept": rows_shm.retrieve_kept,
         "shm-store": rows_shm.store,
+        "shm-store-new": rows_shm.store_new_slots,
         "view": rows_shm.view,
         "miss": rows_calls.miss,
         "lookup": rows_calls.lookup,

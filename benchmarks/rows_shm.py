@@ -150,6 +150,32 @@ def store(stage: Stage, plan: Plan) -> Iterator[Line]:
         )
 
 
+def store_new_slots(stage: Stage, plan: Plan) -> Iterator[Line]:
+    """The same on slots that neither has written since it connected, as a user meets them: the official SDK faults
+    its mapping in while it copies. No goal speaks of it; it stands beside the row in which both are warm.
+    """
+    for case in plan.cases(_KEPT_BYTES):
+        with stage.both(case.geometry) as (ours, official):
+            samples = Samples()
+            for peer in (ours, official):
+                peer.ask("make", shape=case.shape, content=CONTENT)
+            for _ in range(plan.repeats):
+                for peer in (ours, official):
+                    answer = peer.ask("store", seed=new_seed(), count=case.count)
+                    samples.add(peer.side, answer["seconds"])
+                    samples.add(f"{peer.side} faults", answer["faults"] / _MS)
+        yield Line(
+            row="shm store, new slots",
+            case=case.name,
+            against="official",
+            goal=at_least(2.5),
+            ours=samples["ours"],
+            other=samples["official"],
+            judged=False,
+            more=samples.all(),
+        )
+
+
 def view(stage: Stage, plan: Plan) -> Iterator[Line]:
     """A zero-copy read against the same on a model of nearly no bytes: the round trips alone."""
     for case in plan.cases():

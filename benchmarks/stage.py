@@ -28,7 +28,8 @@ SideName: TypeAlias = Literal["ours", "official"]
 Answer: TypeAlias = dict[str, Any]
 
 RELEASE: Final = STABLE
-POOL_GB: Final = 4
+POOL_GB: Final = 6
+"""Room for seven pairs of stores of the largest tensor that is stored without clearing, below the eviction mark."""
 _ORDER_TIMEOUT: Final = 300.0
 _SAMPLE_SECONDS: Final = 0.0005
 
