@@ -60,7 +60,7 @@ STAGED: Final[dict[Transport, dict[str, Row]]] = {
 }
 IMPORT: Final = "import"
 NAMES: Final = (*(name for rows in STAGED.values() for name in rows), IMPORT)
-LONG: Final = frozenset({"long", IMPORT, *(name for name in NAMES if "memory" in name)})
+LONG: Final = frozenset({"long", "inline-connect", IMPORT, *(name for name in NAMES if "memory" in name)})
 """Left out of a quick run that does not name them."""
 RESULTS: Final = PROJECT_ROOT / "benchmarks" / "results"
 PARTIAL: Final = PROJECT_ROOT / "build" / "benchmarks"

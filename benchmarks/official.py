@@ -34,7 +34,8 @@ class OfficialContext:
         """Its retrieve; it cannot write into a tensor that the caller has."""
         assert out is None, "not offered"
         kv: torch.Tensor | None = self._context.retrieve(tokens)
-        return kv
+        # of a one-plane cache it leaves the plane axis out
+        return kv[None] if kv is not None and kv.dim() == 3 else kv
 
     def store(self, kv: torch.Tensor, tokens: list[int]) -> bool:
         """Its store."""

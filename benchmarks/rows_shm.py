@@ -114,20 +114,21 @@ def retrieve_kept(stage: Stage, plan: Plan) -> Iterator[Line]:
 def store(stage: Stage, plan: Plan) -> Iterator[Line]:
     """New tokens every time, into a pool whose pages are there; each store is read back, outside of the timed part."""
     for case in plan.cases():
-        with stage.both(case.geometry) as (ours, official):
-            for peer in (ours, official):
+        storers = stage.storers(case.geometry)
+        with stage.both(case.geometry) as (ours, _):
+            for peer in storers:
                 peer.ask("make", shape=case.shape, content=CONTENT)
             stage.bare.ask("make", shape=TINY.shape(case.count), content=CONTENT)
             samples = Samples()
             for repetition in range(-_WARM_UP, plan.repeats):
                 taken: dict[str, float] = {}
-                for peer in (ours, official):
+                for peer in storers:
                     stage.clear()
                     order = _order(case)
                     answer = peer.ask("store", seed=order["seed"], count=case.count)
                     taken[peer.side], taken[f"{peer.side} faults"] = answer["seconds"], answer["faults"] / _MS
                     ours.ask("retrieve", **order, mode="drop")
-                    if peer is official:
+                    if peer is ours:
                         taken["copy"] = ours.seconds("copy", **order)
                 taken["round trips"] = stage.bare.seconds("store", seed=new_seed(), count=case.count)
                 samples.add_all(taken if repetition >= 0 else {})
@@ -140,6 +141,8 @@ def store(stage: Stage, plan: Plan) -> Iterator[Line]:
             other=samples.sums("copy", "round trips"),
             more=samples.all(),
         )
+        if len(storers) == 1:
+            continue
         yield Line(
             row="shm store",
             case=case.name,
@@ -155,6 +158,8 @@ def store_new_slots(stage: Stage, plan: Plan) -> Iterator[Line]:
     its mapping in while it copies. No goal speaks of it; it stands beside the row in which both are warm.
     """
     for case in plan.cases(_KEPT_BYTES):
+        if not case.geometry.official_stores:
+            continue
         with stage.both(case.geometry) as (ours, official):
             samples = Samples()
             for peer in (ours, official):

@@ -46,6 +46,13 @@ class Geometry:
         """The name it is registered under."""
         return f"bench/{self.name}"
 
+    @property
+    def official_stores(self) -> bool:
+        """Whether the official SDK can store it: it wants a token axis where tensors of one plane have another, and
+        slots without a plane axis where its `kv` has one.
+        """
+        return self.engine.layout != "MLA"
+
     def shape(self, num_tokens: int) -> tuple[int, int, int, int]:
         """`[plane, layer, token, hidden]`."""
         engine = self.engine
@@ -192,6 +199,10 @@ class Stage:
     def peers(self) -> tuple[Peer, Peer]:
         """The two workers, ours first."""
         return self.ours, self.official
+
+    def storers(self, geometry: Geometry) -> tuple[Peer, ...]:
+        """The workers that can store it."""
+        return self.peers if geometry.official_stores else (self.ours,)
 
     @contextmanager
     def fresh(self, side: SideName) -> Iterator[Peer]:
