@@ -100,6 +100,7 @@ def open_connection(
     session = Session(arguments.addresses, facts.dialect)
     probe = HttpProbe(arguments.addresses, arguments.api_key)
     session.grace = facts.config.mp.worker_registration_grace_seconds
+    session.in_order = facts.config.mp.max_cpu_workers == 1
     with deferred(), contextlib.ExitStack() as stack:
         stack.callback(probe.close)
         stack.callback(session.close)

@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 import weakref
+from functools import partial
 from types import TracebackType
 from typing import Literal
 
@@ -104,10 +105,8 @@ class LMCacheKVCacheContext:
         if len(whole):
 
             def body(connection: Connection) -> int:
-                found = lookup_chunks(connection.endpoint, whole, salt, deadline)
-                if not found:
-                    check_registered(connection, "lookup", deadline)
-                return found
+                confirm = partial(check_registered, connection, "lookup", deadline)
+                return lookup_chunks(connection.endpoint, whole, salt, deadline, on_miss=confirm)
 
             hit = self._link.call("lookup", deadline, body, idempotent=True)
         return LookupResult(hit * self.chunk_size, len(ids), tail_tokens(len(ids), self.chunk_size))
@@ -143,10 +142,10 @@ class LMCacheKVCacheContext:
             return None
 
         def body(connection: Connection) -> torch.Tensor | None:
-            kv = retrieve_prefix(connection.endpoint, connection.model.layout, whole, salt, deadline, out=target)
-            if kv is None:
-                check_registered(connection, "retrieve", deadline)
-            elif connection.model.layout is None:
+            confirm = partial(check_registered, connection, "retrieve", deadline)
+            layout = connection.model.layout
+            kv = retrieve_prefix(connection.endpoint, layout, whole, salt, deadline, out=target, on_miss=confirm)
+            if kv is not None and layout is None:
                 self._learn(connection, kv, deadline)
             return kv
 
@@ -176,10 +175,8 @@ class LMCacheKVCacheContext:
             self._link.check_open()
 
             def body(connection: Connection) -> OpenView | None:
-                opened = open_view(connection, whole, salt, deadline)
-                if opened is None:
-                    check_registered(connection, "view", deadline)
-                return opened
+                confirm = partial(check_registered, connection, "view", deadline)
+                return open_view(connection, whole, salt, deadline, confirm)
 
             opened = self._link.call("view", deadline, body, idempotent=True) if len(whole) else None
             if opened is not None:

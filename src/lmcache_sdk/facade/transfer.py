@@ -8,7 +8,7 @@ against the pool, the count that was asked for and the layout before a byte of i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import attrs
@@ -56,6 +56,10 @@ _BATCHES_AHEAD: Final = 2
 """Batches of a store on their way at a time; what a crash in mid-store can block for the write TTL is that many."""
 
 
+def _believe() -> None:
+    """A miss is what the server says it is."""
+
+
 @attrs.frozen
 class Endpoint:
     """Everything a transfer needs besides its arguments."""
@@ -89,15 +93,26 @@ def lookup_chunks(
     *,
     step: str = "lookup",
     exclusive: bool = False,
+    on_miss: Callable[[], None] = _believe,
 ) -> int:
     """How many leading chunks of whole-chunk `tokens` are cached; leaves no lock behind.
 
-    `exclusive` waits for other calls on the same tokens, and for what earlier ones still owe.
+    `exclusive` waits for other calls on the same tokens, and for what earlier ones still owe. `on_miss` is called
+    when there are none, and may raise.
     """
     with endpoint.session.operation(
         step, endpoint.identity, tokens, cache_salt, deadline, exclusive=exclusive
     ) as operation:
-        return ReadLease(operation, endpoint.read_ttl, shm=endpoint.pool is not None).acquire()
+        return acquired(endpoint, operation, on_miss).num_chunks
+
+
+def acquired(endpoint: Endpoint, operation: Operation, on_miss: Callable[[], None]) -> ReadLease:
+    """A lease on the cached prefix; its number of chunks may be 0."""
+    lease = ReadLease(operation, endpoint.read_ttl, shm=endpoint.pool is not None)
+    if not lease.acquire():
+        operation.end_early()
+        on_miss()
+    return lease
 
 
 def retrieve_prefix(
@@ -109,6 +124,7 @@ def retrieve_prefix(
     *,
     step: str = "retrieve",
     out: torch.Tensor | None = None,
+    on_miss: Callable[[], None] = _believe,
 ) -> torch.Tensor | None:
     """The cached prefix `[kv, layer, token, hidden]` on the CPU, or None when nothing is cached.
 
@@ -119,9 +135,8 @@ def retrieve_prefix(
         with endpoint.session.operation(
             step, endpoint.identity, tokens, cache_salt, deadline, exclusive=True
         ) as operation:
-            lease = ReadLease(operation, endpoint.read_ttl, shm=endpoint.pool is not None)
-            hit = lease.acquire()
-            return _read(endpoint, lease, layout, hit, out) if hit else None
+            lease = acquired(endpoint, operation, on_miss)
+            return _read(endpoint, lease, layout, out) if lease.num_chunks else None
 
     try:
         return once()
@@ -131,14 +146,13 @@ def retrieve_prefix(
         return once()
 
 
-def _read(
-    endpoint: Endpoint, lease: ReadLease, layout: KVLayout | None, hit: int, out: torch.Tensor | None
-) -> torch.Tensor:
-    """Copies the `hit` chunks of a lease into one tensor, range after range; the server makes the next ranges ready
+def _read(endpoint: Endpoint, lease: ReadLease, layout: KVLayout | None, out: torch.Tensor | None) -> torch.Tensor:
+    """Copies the chunks of a lease into one tensor, range after range; the server makes the next ranges ready
     meanwhile.
     """
+    hit = lease.num_chunks
     result = None if out is None else out.narrow(TOKEN, 0, hit * endpoint.identity.chunk_size)
-    for first, entry, count in ranges(endpoint, lease, layout, hit):
+    for first, entry, count in ranges(endpoint, lease, layout):
         prepared = lease.received(entry)
         runs = received_runs(endpoint, prepared, count)
         layout = agreed_layout(runs, layout, endpoint.identity.chunk_size)
@@ -157,12 +171,13 @@ def _read(
 
 
 def ranges(
-    endpoint: Endpoint, lease: ReadLease, layout: KVLayout | None, hit: int
+    endpoint: Endpoint, lease: ReadLease, layout: KVLayout | None
 ) -> Iterator[tuple[int, InFlight[PreparedRetrieve], int]]:
     """Asks for the chunks of a lease, a few ranges ahead of the one that it gives: `(first_chunk, entry, num_chunks)`.
 
     From slots all of them at once; inline as many as a message may hold, and before the size of a chunk is known, one.
     """
+    hit = lease.num_chunks
     if endpoint.pool is not None:
         yield 0, lease.prepare(hit), hit
         return

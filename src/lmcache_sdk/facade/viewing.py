@@ -18,7 +18,7 @@ import torch
 
 from lmcache_sdk.errors import KVCacheSDKError, LeaseExpiredError, UsageError
 from lmcache_sdk.facade.connecting import Connection
-from lmcache_sdk.facade.transfer import agreed_layout, ranges, received_runs
+from lmcache_sdk.facade.transfer import acquired, agreed_layout, ranges, received_runs
 from lmcache_sdk.session import Deadline, ReadLease, deferred
 from lmcache_sdk.values import TokenIds, override
 
@@ -32,20 +32,21 @@ class OpenView:
     release: Callable[[], None]
 
 
-def open_view(connection: Connection, tokens: TokenIds, cache_salt: str, deadline: Deadline) -> OpenView | None:
+def open_view(
+    connection: Connection, tokens: TokenIds, cache_salt: str, deadline: Deadline, on_miss: Callable[[], None]
+) -> OpenView | None:
     """Locks the cached prefix and gives its chunks; None when nothing is cached, and then nothing is held."""
     endpoint = connection.endpoint
     with contextlib.ExitStack() as stack:
         operation = stack.enter_context(
             endpoint.session.operation("view", endpoint.identity, tokens, cache_salt, deadline, exclusive=True)
         )
-        lease = ReadLease(operation, endpoint.read_ttl, shm=endpoint.pool is not None)
-        hit = lease.acquire()
-        if not hit:
+        lease = acquired(endpoint, operation, on_miss)
+        if not lease.num_chunks:
             return None
         layout = connection.model.layout
         chunks: list[torch.Tensor] = []
-        for _, entry, count in ranges(endpoint, lease, layout, hit):
+        for _, entry, count in ranges(endpoint, lease, layout):
             runs = received_runs(endpoint, lease.received(entry), count)
             layout = agreed_layout(runs, layout, endpoint.identity.chunk_size)
             chunks.extend(chunk for run in runs for chunk in run.unbind(0))

@@ -46,6 +46,8 @@ class McpConfig:
     port: int | None = None
     worker_registration_grace_seconds: float | None = None
     """How long an instance that never pinged may be silent before the server forgets it."""
+    max_cpu_workers: int | None = None
+    """Threads that handle lookups; with one of them they are handled in the order in which they were sent."""
 
 
 @attrs.frozen

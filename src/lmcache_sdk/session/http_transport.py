@@ -28,6 +28,7 @@ from lmcache_sdk.errors import (
     UsageError,
 )
 from lmcache_sdk.session.deadline import Deadline
+from lmcache_sdk.session.https_transport import SecureWay
 from lmcache_sdk.values import override
 
 _LISTEN_MS: Final = 20
@@ -130,7 +131,7 @@ class _PlainWay:
         try:
             self._connection.request("GET", self._path + path, headers=dict(self._headers))
             response = self._connection.getresponse()
-            body = limited(iter(lambda: response.read(_PIECE), b""), path)
+            body = _limited(iter(lambda: response.read(_PIECE), b""), path)
             if response.length:
                 raise IncompleteRead(body, response.length)  # read(n) does not say that the peer left
             return response.status, body
@@ -142,7 +143,7 @@ class _PlainWay:
         self._connection.close()
 
 
-def limited(pieces: Iterator[bytes], url: str) -> bytes:
+def _limited(pieces: Iterator[bytes], url: str) -> bytes:
     """The pieces of a body, joined; raises RemoteProtocolError when there is more of it than MAX_BODY."""
     found, size = [], 0
     for piece in pieces:
@@ -209,9 +210,7 @@ class HttpConversation:
 def _way(base_url: str, headers: Mapping[str, str], bound: _Bound) -> _Way:
     if not base_url.startswith("https:"):
         return _PlainWay(base_url, headers, bound)
-    from lmcache_sdk.session.https_transport import SecureWay  # noqa: PLC0415  # requests takes long to import
-
-    return SecureWay(base_url, headers)
+    return SecureWay(base_url, headers, _limited)
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 `ReadLease` walks the lease states of `states.py` and is an obligation of its operation. What it guarantees
 (PROTOCOL.md sections 5 and 13):
 
-- LOOKUP starts at 0 with worker_id None, over whole chunks; its result is polled, never waited for on the server;
+- LOOKUP starts at 0 with worker_id None, over whole chunks; its result is polled, never waited for on the server. The
+  first question goes out together with LOOKUP where the server handles them in order: elsewhere it might be handled
+  first, and the job would be left behind;
 - PREPARE_RETRIEVE is sent for ranges in order, each once;
 - FREE_LOOKUP_LOCKS is sent at most once, and only for the rest for which no PREPARE_RETRIEVE was sent: twice, or for
   chunks whose lock a PREPARE took, it would take another reader's lock;
@@ -94,9 +96,12 @@ class ReadLease:
         self._lookup = operation.submit(Lookup(key=self._whole()))
         self._machine.record(Event.LOOKUP_SENT)
         operation.owe(self)
+        if operation.in_order:
+            self._ask()
         operation.wait(self._lookup)
         pause = _FIRST_PAUSE
-        while (ready := operation.wait(self._ask())).ready_chunks is None:
+        while (ready := operation.wait(self._query or self._ask())).ready_chunks is None:
+            self._query = None
             operation.channel.pause(pause, operation.deadline)
             operation.deadline.check(f"{operation.name}: QUERY_PREFETCH_STATUS (the server is still loading)")
             pause = min(2 * pause, _LONGEST_PAUSE)

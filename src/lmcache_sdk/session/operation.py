@@ -19,7 +19,7 @@ from typing import Final, Protocol, TypeVar
 import attrs
 
 from lmcache_sdk.errors import ConnectionLostError, DeadlineExceededError, KVCacheSDKError, TransportError
-from lmcache_sdk.protocol import EndSession, InFlight, IPCCacheServerKey, Request
+from lmcache_sdk.protocol import EndSession, InFlight, IPCCacheServerKey, Request, Void
 from lmcache_sdk.session.channel import Channel
 from lmcache_sdk.session.deadline import Deadline
 from lmcache_sdk.values import InstanceId, RequestId, TokenIds, override
@@ -88,6 +88,8 @@ class Operation:
         cache_salt: str,
         deadline: Deadline,
         probe: Probe | None = None,
+        *,
+        in_order: bool = False,
     ) -> None:
         self.name: str = name
         self.channel: Channel = channel
@@ -96,10 +98,13 @@ class Operation:
         self.cache_salt: str = cache_salt
         self.deadline: Deadline = deadline
         self.request_id: RequestId = RequestId(f"{name}-{uuid.uuid4().hex}")
+        self.in_order: bool = in_order
+        """Whether the server handles LOOKUP and what follows it on the same socket one after the other."""
         self._probe = probe
         self._obligations: list[Obligation] = []
         self._open = False
         """Whether the server may have made a session for our request id."""
+        self._ending: InFlight[Void] | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -169,6 +174,19 @@ class Operation:
 
     def finish(self, deadline: Deadline) -> bool:
         """Gives back what is owed, then ends the server's session; whether nothing is owed any more."""
+        if not self._fulfil_all(deadline):
+            return False
+        self._send_end()
+        if self._ending is not None and not self.channel.broken:
+            self.settle(self._ending, deadline)
+        return True
+
+    def end_early(self) -> None:
+        """Sends END_SESSION where nothing is owed, for its answer to come while the caller does something else."""
+        if self._fulfil_all(Deadline.after(0.0)):
+            self._send_end()
+
+    def _fulfil_all(self, deadline: Deadline) -> bool:
         while self._obligations and not self.channel.broken:
             obligation = self._obligations[0]
             try:
@@ -181,13 +199,15 @@ class Operation:
             if not done:
                 return False
             self.fulfilled(obligation)
+        return True
+
+    def _send_end(self) -> None:
         if self._open and not self.channel.broken:
             self._open = False
             try:
-                self.settle(self.channel.submit(EndSession(request_id=self.request_id)), deadline)
+                self._ending = self.channel.submit(EndSession(request_id=self.request_id))
             except KVCacheSDKError as error:
                 _log.debug("%s: END_SESSION was not sent: %s", self.name, str(error))
-        return True
 
     def give_up(self) -> None:
         """The last words of an operation that nobody will finish."""

@@ -60,6 +60,8 @@ class Session:
         """Asks the server over HTTP; None while there is nobody to ask."""
         self.grace: float | None = None
         """Seconds after which the server forgets a silent instance; None when it does not say."""
+        self.in_order: bool = False
+        """Whether the server handles lookups in the order in which they were sent."""
         self._wake_read, self._wake_write = os.pipe()
         self._context = new_context()
         self._channels = ChannelPool(self._connect, self._note_loss)
@@ -127,7 +129,7 @@ class Session:
             channel = stack.enter_context(self._channels.borrow(deadline, name))
             if exclusive:
                 self._keep_alive(channel, identity.instance_id, deadline, name)
-            made = Operation(name, channel, identity, tokens, cache_salt, deadline, self.probe)
+            made = Operation(name, channel, identity, tokens, cache_salt, deadline, self.probe, in_order=self.in_order)
             try:
                 yield made
             finally:
