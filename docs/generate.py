@@ -220,7 +220,7 @@ def _entry(heading: str, shown: str, of: object) -> str:
 def module_functions() -> str:
     """The functions of the contract."""
     module = lmcache_sdk.kvcache
-    order = ("connect", "lookup", "retrieve", "store", "close")
+    order = ("connect", "lookup", "retrieve", "view", "store", "close")
     assert sorted(order) == sorted(module.__all__), "a public function without a place in this order"
     return "\n".join(_entry(name, signature(name, getattr(module, name)), getattr(module, name)) for name in order)
 
@@ -254,8 +254,9 @@ def _line(of: object) -> str:
 
 
 def results() -> str:
-    """What lookup and store answer."""
-    return "\n".join(_value(cls) for cls in (lmcache_sdk.LookupResult, lmcache_sdk.StoreResult))
+    """What lookup, store and view give."""
+    view = _value(lmcache_sdk.KVView, "with ctx.view(tokens) as chunks:\n    ...")
+    return "\n".join((*(_value(cls) for cls in (lmcache_sdk.LookupResult, lmcache_sdk.StoreResult)), view))
 
 
 def layout() -> str:
@@ -263,9 +264,9 @@ def layout() -> str:
     return _value(lmcache_sdk.KVLayout)
 
 
-def _value(cls: type) -> str:
+def _value(cls: type, made: str | None = None) -> str:
     """A class of values: how it is made, its attributes, then what it can be asked."""
-    entry = _entry(cls.__name__, signature(cls.__name__, cls), cls)
+    entry = _entry(cls.__name__, made or signature(cls.__name__, cls), cls)
     rows = [
         (code(_asked(cls, name, member)), _summary(getattr(cls, name)))
         for name, member in vars(cls).items()

@@ -78,8 +78,10 @@ def test_one_wrong_bit_is_found(
 ) -> None:
     right = LMCacheKVCacheContext.retrieve
 
-    def wrong(ctx: LMCacheKVCacheContext, tokens: list[int], cache_salt: str = "") -> torch.Tensor | None:
-        kv = right(ctx, tokens, cache_salt)
+    def wrong(
+        ctx: LMCacheKVCacheContext, tokens: list[int], cache_salt: str = "", *, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        kv = right(ctx, tokens, cache_salt, out=out)
         if kv is not None:
             kv.view(torch.uint8).view(-1)[-1] ^= 1
         return kv

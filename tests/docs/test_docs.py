@@ -282,7 +282,8 @@ MIB: Final = 2**20
 NUMBERS: Final = (
     ("transports.md", r"store: up to (\d+) MiB of slots", transfer._STORE_BATCH / MIB),
     ("transports.md", r"up to (\d+) MiB, at least one chunk", transfer._INLINE_BATCH / MIB),
-    ("transports.md", r"by two messages of (\d+) MiB", transfer._INLINE_BATCH / MIB),
+    ("reliability.md", r"batches of (\d+) MiB, or two chunks", transfer._STORE_BATCH / MIB),
+    ("architecture.md", r"to (\d+) MiB, two of them asked for ahead", transfer._INLINE_BATCH / MIB),
     ("architecture.md", r"Shared memory, in batches of up to (\d+) MiB", transfer._STORE_BATCH / MIB),
     ("architecture.md", r"the chunks themselves, in batches of up to (\d+) MiB", transfer._INLINE_BATCH / MIB),
     ("architecture.md", r"Inline, in batches of up to (\d+) MiB", transfer._INLINE_BATCH / MIB),
