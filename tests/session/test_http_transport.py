@@ -357,6 +357,28 @@ def test_close_frees_the_socket_while_the_error_lives() -> None:
         assert left.wait(1.5), f"the connection is open while {caught.value!r} lives"
 
 
+@pytest.mark.parametrize("head", [b"", b"Transfer-Encoding: chunked\r\n"], ids=["until it closes", "chunked"])
+def test_a_refused_body_frees_the_socket_while_the_error_lives(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
+    monkeypatch.setattr(http, "MAX_BODY", 100_000)
+    left = threading.Event()
+
+    def pour(connection: socket.socket, over: threading.Event) -> None:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n")
+        try:
+            while not over.is_set():
+                connection.sendall(b"10000\r\n" + bytes(65536) + b"\r\n")
+        except OSError:
+            left.set()
+
+    with RawPort(pour) as port:
+        conversation = http.HttpConversation(raw_url(port), None, Deadline.after(5))
+        with pytest.raises(RemoteProtocolError, match="larger") as caught:
+            conversation.get("/status")
+        assert left.wait(1.5), f"the connection is open while {caught.value!r} lives"
+        conversation.close()
+
+
 def test_failed_calls_leave_nothing_behind() -> None:
     """That nothing is left is what `no_leaks` looks at; here are enough failures to show."""
     url = f"http://127.0.0.1:{closed_port()}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, IncompleteRead, InvalidURL
 from typing import Final, Protocol
 from urllib.parse import urlsplit
@@ -130,11 +130,12 @@ class _PlainWay:
         """Status and body. The deadline is the socket's."""
         try:
             self._connection.request("GET", self._path + path, headers=dict(self._headers))
-            response = self._connection.getresponse()
-            body = _limited(iter(lambda: response.read(_PIECE), b""), path)
-            if response.length:
-                raise IncompleteRead(body, response.length)  # read(n) does not say that the peer left
-            return response.status, body
+            # closed on every way out: a body without a length has taken the socket out of the connection's hands
+            with closing(self._connection.getresponse()) as response:
+                body = _limited(iter(lambda: response.read(_PIECE), b""), path)
+                if response.length:
+                    raise IncompleteRead(body, response.length)  # read(n) does not say that the peer left
+                return response.status, body
         except BaseException:
             self._connection.close()
             raise
