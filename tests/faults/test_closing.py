@@ -135,6 +135,7 @@ def test_close_one_of_two(fault: Fault, here: World) -> None:
 
 
 @pytest.mark.row("12.2")
+@everywhere
 def test_50_cycles(fault: Fault, here: World) -> None:
     tokens = tokens_of(1)
     kv = here.values(CHUNK, 5)

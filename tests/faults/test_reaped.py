@@ -2,7 +2,7 @@
 
 The server publishes what a reaped instance had reserved, when the write TTL is not over by then. By default it is: the
 grace of a client that never pings is 3600 s, the write TTL 600 s. Here it is the other way round, and what it does is
-bounded to one batch.
+bounded to what a store reserves at a time.
 """
 
 from __future__ import annotations
