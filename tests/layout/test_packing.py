@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_sdk.errors import ArgumentTypeError, Fate, ShapeMismatchError
-from lmcache_sdk.layout import KVLayout, check_kv, check_out, new_result, pack, pack_chunk, unpack
+from lmcache_sdk.layout import KVLayout, check_kv, check_out, new_result, pack, pack_chunk, packing, unpack
 from lmcache_sdk.layout.axes import TOKEN
 from lmcache_sdk.values import override
 from tests.layout.golden import raw_bytes
@@ -241,3 +241,53 @@ class TestCheckOut:
     def test_what_is_no_dense_tensor_is_refused(self, given_: Any) -> None:
         with pytest.raises(ArgumentTypeError, match=r"^out: "):
             check_out(given_, LAYOUT, 16)
+
+
+class TestInAForkedChild:
+    """Where torch's kernels may hang or fail, whoever calls them: bytes are moved without them."""
+
+    @pytest.fixture(autouse=True)
+    def child(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packing, "_PID", -1)
+
+    @staticmethod
+    def forbid_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object, **__: object) -> torch.Tensor:
+            raise RuntimeError("a kernel of torch")
+
+        monkeypatch.setattr(torch.Tensor, "copy_", refuse)
+
+    @pytest.mark.parametrize("shape", [(2, 3, 32, 64), (1, 3, 32, 64), (2, 1, 32, 64), (2, 3, 8, 64)])
+    def test_whole_rows_are_moved_without_torch(
+        self, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int]
+    ) -> None:
+        source = kv(*shape)
+        chunks = shape[2] // 8
+        run, back, copy = torch.zeros(chunks, *shape[:2], 8, 64, dtype=source.dtype), torch.zeros_like(source), None
+        self.forbid_kernels(monkeypatch)
+        pack(source, 0, run)
+        unpack([run], back, 0)
+        copy = packing.copied(source[:, :, 1:7])
+        assert raw_bytes(back) == raw_bytes(source)
+        monkeypatch.undo()
+        assert raw_bytes(copy) == raw_bytes(source[:, :, 1:7])
+        for index in range(chunks):
+            assert raw_bytes(run[index]) == raw_bytes(source[:, :, index * 8 : (index + 1) * 8])
+
+    def test_a_wide_source_with_steps_between_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        wide = kv(2, 3, 64, 128)
+        source = wide[:, :, ::2, :64]
+        run = torch.zeros(4, 2, 3, 8, 64, dtype=source.dtype)
+        self.forbid_kernels(monkeypatch)
+        pack(source, 0, run)
+        monkeypatch.undo()
+        assert raw_bytes(run.movedim(0, 2).reshape(2, 3, 32, 64)) == raw_bytes(source)
+
+    def test_scattered_elements_are_left_to_torch_in_pieces(self) -> None:
+        source = kv(2, 3, 64, 1024).transpose(2, 3)[:, :, :512]
+        out = torch.zeros(2, 3, 512, 64, dtype=source.dtype)
+        packing._copy(source, out)
+        assert raw_bytes(out) == raw_bytes(source)
+
+    def test_nothing_is_nothing(self) -> None:
+        packing._copy(kv(2, 3, 0, 64), kv(2, 3, 0, 64))

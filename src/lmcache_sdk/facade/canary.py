@@ -52,7 +52,7 @@ def _store(endpoint: Endpoint, written: torch.Tensor, tokens: TokenIds, deadline
 
 
 def _compare(endpoint: Endpoint, read: torch.Tensor, written: torch.Tensor) -> None:
-    if torch.equal(read, written):
+    if read.shape == written.shape and read.flatten().tolist() == written.flatten().tolist():
         return
     pool = endpoint.session.pool
     if pool is not None:

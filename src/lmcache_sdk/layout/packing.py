@@ -8,6 +8,7 @@ copied.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from typing import Final
@@ -23,6 +24,7 @@ from lmcache_sdk.layout.views import tensor_on
 _PID: Final = os.getpid()
 _SERIAL_ELEMENTS: Final = 32_768
 """Elements up to which torch copies in the calling thread (its GRAIN_SIZE)."""
+_MIN_RUN_NBYTES: Final = 64
 
 _AXES = ((KV, "planes"), (LAYER, "layers"), (HIDDEN, "elements per token and layer"))
 
@@ -141,11 +143,32 @@ def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
     if os.getpid() == _PID:
         out.copy_(source)
     else:
+        _copy_in_child(source, out)
+
+
+def _copy_in_child(source: torch.Tensor, out: torch.Tensor) -> None:
+    """For a forked child, where torch's threads exist in the parent only: a kernel that asks for them waits for ever,
+    and the first one of a thread can find the pool of threads in pieces. Bytes are moved without torch, if they lie in
+    runs that are worth it.
+    """
+    axis, run = source.dim(), 1
+    while axis and all(each.size(axis - 1) == 1 or each.stride(axis - 1) == run for each in (source, out)):
+        axis -= 1
+        run *= source.size(axis)
+    nbytes = run * itemsize(source.dtype)
+    if nbytes < _MIN_RUN_NBYTES or source.is_neg() or {source.device.type, out.device.type} != {"cpu"}:
         _copy_in_pieces(source, out)
+        return
+    places = [(out.data_ptr(), source.data_ptr())] if source.numel() else []
+    for outer in range(axis):
+        steps = [each.stride(outer) * itemsize(each.dtype) for each in (out, source)]
+        places = [(to + i * steps[0], of + i * steps[1]) for to, of in places for i in range(source.size(outer))]
+    for to, of in places:
+        ctypes.memmove(to, of, nbytes)
 
 
 def _copy_in_pieces(source: torch.Tensor, out: torch.Tensor) -> None:
-    """For a forked child: a larger copy asks OpenMP's threads to help, which exist in the parent only, for ever."""
+    """As little of torch's kernels as can be: up to so many elements they ask no other thread for help."""
     if source.numel() <= _SERIAL_ELEMENTS:
         out.copy_(source)
         return
