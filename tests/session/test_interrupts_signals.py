@@ -96,12 +96,14 @@ def test_a_window_without_a_block_changes_nothing(heard: list[int]) -> None:
 
 def test_signals_that_python_does_not_handle_stay_so() -> None:
     previous = signal.signal(ONE, signal.SIG_IGN)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     try:
         with deferred():
             assert signal.getsignal(ONE) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     finally:
         signal.signal(ONE, previous)
+        signal.signal(signal.SIGHUP, hangup)
 
 
 def test_another_thread_defers_nothing(heard: list[int]) -> None:
