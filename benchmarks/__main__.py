@@ -25,7 +25,7 @@ from typing import Final
 
 from benchmarks import rows_calls, rows_import, rows_inline, rows_memory, rows_shm
 from benchmarks.chart import chart
-from benchmarks.facts import facts
+from benchmarks.facts import facts, sources
 from benchmarks.figures import ENOUGH, Line, failed, passed
 from benchmarks.plan import Plan, quick
 from benchmarks.stage import GEOMETRIES, RELEASE, Stage
@@ -151,7 +151,7 @@ def main() -> int:
     lines: list[Line] = []
     with tempfile.TemporaryDirectory(prefix="lmcache-sdk-bench-") as logs:
         for section, taken in sections(chosen, plan, Path(logs)):
-            write(section, taken, about, folder)
+            write(section, taken, {**about, "at_end": sources()}, folder)
             lines.extend(taken)
     (CHART if whole and not chosen.out else folder / CHART.name).write_text(chart(lines, note(about)))
     print("\n".join(table(lines)))

@@ -25,13 +25,20 @@ def _git(*words: str) -> str:
     return done.stdout.strip()
 
 
+def sources() -> dict[str, object]:
+    """Which code is measured; asked for again at the end of a section, since a tree can move under a long run."""
+    return {
+        "commit": _git("rev-parse", "HEAD") or "unknown",
+        "uncommitted": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "src")),
+    }
+
+
 def facts() -> dict[str, object]:
     """Of this machine and this tree; nothing that names either."""
     thp = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD") or "unknown",
-        "uncommitted": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "src")),
+        **sources(),
         "cpu": _first("/proc/cpuinfo", "model name"),
         "cores": os.cpu_count(),
         "memory": _first("/proc/meminfo", "MemTotal"),

@@ -6,9 +6,10 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from benchmarks.chart import Scale, chart
+from benchmarks.chart import Scale, chart, shown_of
 from benchmarks.figures import Against, Goal, Line, at_least, at_most, failed
 
+CASES = ("Qwen3-8B 256", "Qwen3-8B 2048", "Qwen3-8B 8192", "small 2048")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -51,7 +52,15 @@ def test_nothing_lies_outside() -> None:
 
 
 def test_nothing_measured_is_a_picture_too() -> None:
-    assert texts(drawn()) == ["made on <a> & b"]
+    assert texts(drawn())[-1] == "made on <a> & b"
+
+
+def test_a_row_is_shown_once_at_the_count_that_goals_name() -> None:
+    cases = [
+        Line(row="store", case=case, against="floor", goal=at_most(2.0), ours=[1.0], other=[1.0]) for case in CASES
+    ]
+    single = a_line("crowd", at_least(2.0))
+    assert [line.case for line in shown_of([*cases, single])] == ["Qwen3-8B 2048", "c"]
 
 
 @pytest.mark.parametrize(("ratios", "ticks"), [([4.0, 2.0], [1, 2, 4]), ([0.3], [0.25, 0.5, 1, 2]), ([1.0], [1, 2])])
