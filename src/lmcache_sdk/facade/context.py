@@ -19,7 +19,7 @@ from lmcache_sdk.facade.link import Link, check_registered
 from lmcache_sdk.facade.results import LookupResult, StoreResult
 from lmcache_sdk.facade.storing import StoreJob, store_chunks
 from lmcache_sdk.facade.transfer import lookup_chunks, retrieve_prefix
-from lmcache_sdk.facade.viewing import KVView, OpenView, open_view
+from lmcache_sdk.facade.viewing import KVView, ViewSource
 from lmcache_sdk.layout import KVLayout, check_kv, check_out, layout_from_object, tail_tokens, whole_chunks
 from lmcache_sdk.session import Deadline
 from lmcache_sdk.values import TokenIds, override
@@ -168,23 +168,7 @@ class LMCacheKVCacheContext:
             UsageError: tokens or salt could not be meant.
         """
         _, ids, salt = self._begin(tokens, cache_salt)
-        whole = self._whole(ids)
-
-        def begin() -> OpenView | None:
-            deadline = Deadline.after(self._timeout)
-            self._link.check_open()
-
-            def body(connection: Connection) -> OpenView | None:
-                confirm = partial(check_registered, connection, "view", deadline)
-                return open_view(connection, whole, salt, deadline, confirm)
-
-            opened = self._link.call("view", deadline, body, idempotent=True) if len(whole) else None
-            if opened is not None:
-                self._views.add(view)
-            return opened
-
-        view = KVView(begin, self._views.discard, self.chunk_size)
-        return view
+        return KVView(ViewSource(self, self._link, self._views, self._timeout), self._whole(ids), salt, self.chunk_size)
 
     def store(
         self,

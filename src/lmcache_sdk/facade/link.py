@@ -9,7 +9,9 @@ first try can still happen. A server that came back as another one (chunk size, 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -37,22 +39,52 @@ class Link:
         self._arguments = arguments
         self._connection = Renewable(connection)
         self._opening: Session | None = None
+        self._pid = os.getpid()
         self.closed: bool = False
         """Whether the caller closed the context; nothing is connected again after that."""
+        self._held: dict[object, Callable[[], None]] = {}
+        """What outlives its call (an open view), and what gives it back. Kept here and not by who uses it: the garbage
+        collector takes things that fall together apart in any order, a socket before the view that needs it.
+        """
+
+    def hold(self, what: object, release: Callable[[], None]) -> None:
+        """Keeps `what` until it is let go."""
+        self._held[what] = release
+
+    def let_go(self, what: object) -> None:
+        """Gives `what` back; whoever is first does it. Not in a forked child, whose parent still uses the sockets."""
+        if self.in_own_process and (release := self._held.pop(what, None)) is not None:
+            release()
+
+    @property
+    def in_own_process(self) -> bool:
+        """Whether this is not a forked child of the process that made the connection."""
+        return os.getpid() == self._pid
+
+    def _let_all_go(self) -> None:
+        for what in list(self._held):
+            with contextlib.suppress(KVCacheSDKError):
+                self.let_go(what)
 
     def close(self) -> None:
         """Closes the connection, and one that is being made."""
         self.closed = True
+        self._let_all_go()
         opening = self._opening
         if opening is not None:
             opening.close()
         self.current.endpoint.session.close()
-        self._arguments.buffers.close()
+        self._close_buffers()
 
     def abandon(self) -> None:
         """For a context that was dropped: frees what this process holds, without waiting for anybody."""
+        self._let_all_go()
         self.current.endpoint.session.abandon()
-        self._arguments.buffers.close()
+        self._close_buffers()
+
+    def _close_buffers(self) -> None:
+        if self.in_own_process:  # a thread that is not in a forked child may hold their lock
+            self._arguments.buffers.close()
 
     def check_open(self) -> None:
         """Raises SessionClosedError when the context is closed or belongs to another process."""

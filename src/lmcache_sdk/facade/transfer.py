@@ -21,6 +21,7 @@ from lmcache_sdk.layout import (
     as_chunk,
     batches,
     check_disjoint,
+    consecutive,
     copied,
     layout_from_object,
     max_chunks_per_payload,
@@ -32,7 +33,7 @@ from lmcache_sdk.layout import (
     unpack,
     write_payload_into,
 )
-from lmcache_sdk.protocol import InFlight, PayloadForm, PreparedRetrieve, PreparedStore
+from lmcache_sdk.protocol import InFlight, PayloadForm, PreparedRetrieve, PreparedStore, Slot
 from lmcache_sdk.session import (
     BufferPool,
     Deadline,
@@ -242,6 +243,8 @@ def agreed_layout(runs: Sequence[torch.Tensor], layout: KVLayout | None, chunk_s
 
 # ---- store ----------------------------------------------------------------------------------------------------------
 
+_STORE_SLOTS: Final = "prepare_store.context.slots"
+
 
 class KVSlotWriter:
     """A `SlotWriter`: copies a range of chunks of one tensor into slots of the pool."""
@@ -258,31 +261,32 @@ class KVSlotWriter:
 
     def check(self, prepared: PreparedStore) -> None:
         """Raises RemoteProtocolError unless every slot has the bytes, the dtype and the shape of a chunk."""
-        where = "prepare_store.context.slots"
         slots = prepared.slots or ()
-        check_disjoint(slots, where)
+        check_disjoint(slots, _STORE_SLOTS)
         expected = self._layout.chunk_shape(self._chunk_size)
         index = 0
-        for run in slot_runs(self._pool.buffer, slots, self._chunk_size, where):
+        for run in self._runs(slots):
             if tuple(run.shape[1:]) != expected or run.dtype != self._layout.dtype:
                 found, wanted = f"{list(run.shape[1:])} {run.dtype}", f"{list(expected)} {self._layout.dtype}"
-                raise RemoteProtocolError(f"{where}[{index}]: {found}, expected {wanted}", path=f"{where}[{index}]")
+                where = f"{_STORE_SLOTS}[{index}]"
+                raise RemoteProtocolError(f"{where}: {found}, expected {wanted}", path=where)
             index += run.size(0)
 
     def write(self, prepared: PreparedStore) -> None:
         """Fills every slot."""
-        slots, indices = prepared.slots or (), prepared.chunk_indices
+        slots = prepared.slots or ()
         for slot in slots:
             self._pool.populate(slot.offset, slot.length, write=True)
         start = 0
-        for end in range(1, len(slots) + 1):
-            if end < len(slots) and indices[end] == indices[end - 1] + 1:
-                continue
-            first = self._first_chunk + indices[start]
-            for run in slot_runs(self._pool.buffer, slots[start:end], self._chunk_size):
+        for index, num_chunks in consecutive(prepared.chunk_indices):
+            first = self._first_chunk + index
+            for run in self._runs(slots[start : start + num_chunks]):
                 pack(self._kv, first, run)
                 first += run.size(0)
-            start = end
+            start += num_chunks
+
+    def _runs(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
+        return slot_runs(self._pool.buffer, slots, self._chunk_size, _STORE_SLOTS)
 
     def snapshot(self) -> KVSlotWriter:
         """The same range of a copy that nobody else has."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import overload
 
@@ -18,6 +20,7 @@ import torch
 
 from lmcache_sdk.errors import KVCacheSDKError, LeaseExpiredError, UsageError
 from lmcache_sdk.facade.connecting import Connection
+from lmcache_sdk.facade.link import Link, check_registered
 from lmcache_sdk.facade.transfer import acquired, agreed_layout, ranges, received_runs
 from lmcache_sdk.session import Deadline, ReadLease, deferred
 from lmcache_sdk.values import TokenIds, override
@@ -25,17 +28,18 @@ from lmcache_sdk.values import TokenIds, override
 
 @attrs.frozen(eq=False)
 class OpenView:
-    """What a view holds while its block runs."""
+    """What a view reads while its block runs."""
 
     lease: ReadLease
     chunks: list[torch.Tensor]
-    release: Callable[[], None]
 
 
 def open_view(
     connection: Connection, tokens: TokenIds, cache_salt: str, deadline: Deadline, on_miss: Callable[[], None]
-) -> OpenView | None:
-    """Locks the cached prefix and gives its chunks; None when nothing is cached, and then nothing is held."""
+) -> tuple[OpenView, Callable[[], None]] | None:
+    """Locks the cached prefix; gives its chunks and what gives the locks back, or None when nothing is cached, and
+    then nothing is held.
+    """
     endpoint = connection.endpoint
     with contextlib.ExitStack() as stack:
         operation = stack.enter_context(
@@ -50,7 +54,40 @@ def open_view(
             runs = received_runs(endpoint, lease.received(entry), count)
             layout = agreed_layout(runs, layout, endpoint.identity.chunk_size)
             chunks.extend(chunk for run in runs for chunk in run.unbind(0))
-        return OpenView(lease, chunks, stack.pop_all().close)
+        return OpenView(lease, chunks), stack.pop_all().close
+
+
+@attrs.frozen(eq=False)
+class ViewSource:
+    """Where a view gets its chunks. It keeps the context alive, which must not be dropped under an open view."""
+
+    context: object
+    link: Link
+    views: weakref.WeakSet[KVView]
+    """The context's open views, which it ends when it is closed."""
+    timeout: float
+
+    def begin(self, view: KVView, tokens: TokenIds, cache_salt: str) -> OpenView | None:
+        """Locks and reads; None on a miss."""
+        deadline = Deadline.after(self.timeout)
+        self.link.check_open()
+
+        def body(connection: Connection) -> OpenView | None:
+            confirm = partial(check_registered, connection, "view", deadline)
+            found = open_view(connection, tokens, cache_salt, deadline, confirm)
+            if found is None:
+                return None
+            opened, release = found
+            self.link.hold(opened, release)
+            self.views.add(view)
+            return opened
+
+        return self.link.call("view", deadline, body, idempotent=True) if len(tokens) else None
+
+    def end(self, view: KVView, opened: OpenView) -> None:
+        """Gives back what `begin` locked; twice does no harm."""
+        self.views.discard(view)
+        self.link.let_go(opened)
 
 
 class KVView(Sequence[torch.Tensor]):
@@ -64,15 +101,16 @@ class KVView(Sequence[torch.Tensor]):
     tensor taken out of it is not guarded: the server may put other bytes there. Clone what is to be kept.
     """
 
-    def __init__(self, begin: Callable[[], OpenView | None], end: Callable[[KVView], None], chunk_size: int) -> None:
+    def __init__(self, source: ViewSource, tokens: TokenIds, cache_salt: str, chunk_size: int) -> None:
         """Not for users: call `ctx.view`."""
-        self._begin: Callable[[], OpenView | None] | None = begin
-        self._end = end
+        self._source: ViewSource | None = source
+        self._tokens = tokens
+        self._cache_salt = cache_salt
         self._chunk_size = chunk_size
-        self._held: list[OpenView] = []
-        """At most one; taken out, by whoever is first, to be given back."""
+        self._opened: OpenView | None = None
+        self._entered = False
         self._missed = False
-        self._why = "not entered"
+        self._why = "it was not entered"
 
     @property
     def hit_tokens(self) -> int:
@@ -84,16 +122,17 @@ class KVView(Sequence[torch.Tensor]):
         self._open()
 
     def _open(self) -> list[torch.Tensor]:
+        if not self._entered:
+            raise UsageError("view: enter it first: `with ctx.view(tokens) as chunks: ...`")
+        source, opened = self._source, self._opened
+        if source is not None:
+            source.link.current.endpoint.session.check_process()
         if self._missed:
             return []
-        try:
-            held = self._held[0]
-        except IndexError:
-            if self._begin is not None:
-                raise UsageError("view: enter it first: `with ctx.view(tokens) as chunks: ...`") from None
-            raise LeaseExpiredError(f"view: its locks were given back, because {self._why}") from None
-        held.lease.check_alive()
-        return held.chunks
+        if opened is None:
+            raise LeaseExpiredError(f"view: its locks were given back, because {self._why}")
+        opened.lease.check_alive()
+        return opened.chunks
 
     @override
     def __len__(self) -> int:
@@ -115,16 +154,14 @@ class KVView(Sequence[torch.Tensor]):
     # ---- the block --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> KVView:
-        begin, self._begin = self._begin, None
-        if begin is None:
+        source = self._source
+        if self._entered or source is None:
             raise UsageError("view: a view is entered once; call ctx.view again")
+        self._entered = True
         try:
             with deferred():
-                opened = begin()
-                if opened is None:
-                    self._missed = True
-                else:
-                    self._held.append(opened)
+                self._opened = source.begin(self, self._tokens, self._cache_salt)
+                self._missed = self._opened is None
         except BaseException:
             self.leave("entering it failed")
             raise
@@ -133,32 +170,30 @@ class KVView(Sequence[torch.Tensor]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        opened = self._opened
         with deferred():
             try:
-                if error is None and self._held:
-                    self._held[0].lease.check_alive()  # too old: what the block has read may not have been the cache
+                if error is None and opened is not None:
+                    opened.lease.check_alive()  # too old: what the block has read may not have been the cache
             finally:
                 self.leave("its block was left")
 
     def leave(self, why: str) -> None:
         """Gives the locks back; twice does no harm. For the context, which ends its views when it is closed."""
-        self._why, self._missed = why, False
-        try:
-            held = self._held.pop()
-        except IndexError:
-            return
-        try:
-            held.release()
-        finally:
-            self._end(self)
+        source, opened = self._source, self._opened
+        self._why, self._missed, self._source, self._opened = why, False, None, None
+        if source is not None and opened is not None:
+            source.end(self, opened)
 
     def __del__(self) -> None:
-        if getattr(self, "_held", None):
+        source = getattr(self, "_source", None)
+        if source is not None and self._opened is not None and source.link.in_own_process:
             warnings.warn(f"{self!r} was dropped inside its block", ResourceWarning, source=self, stacklevel=2)
             with contextlib.suppress(KVCacheSDKError):
                 self.leave("it was dropped")
 
     @override
     def __repr__(self) -> str:
-        state = "miss" if self._missed else f"{len(self._held[0].chunks)} chunks" if self._held else self._why
+        opened = self._opened
+        state = "miss" if self._missed else f"{len(opened.chunks)} chunks" if opened is not None else self._why
         return f"<KVView {state}>"

@@ -10,7 +10,7 @@ from lmcache_sdk.layout.blobs import (
     write_payload,
     write_payload_into,
 )
-from lmcache_sdk.layout.chunking import batches, chunk_range, tail_tokens, token_range, whole_chunks
+from lmcache_sdk.layout.chunking import batches, chunk_range, consecutive, tail_tokens, token_range, whole_chunks
 from lmcache_sdk.layout.dtypes import dtype_from_name, dtype_name, itemsize
 from lmcache_sdk.layout.geometry import KVLayout, check_uncompressed, layout_from_document, layout_from_object
 from lmcache_sdk.layout.packing import check_kv, check_out, copied, new_result, pack, pack_chunk, unpack
@@ -29,6 +29,7 @@ __all__ = [
     "check_out",
     "check_uncompressed",
     "chunk_range",
+    "consecutive",
     "copied",
     "dtype_from_name",
     "dtype_name",

@@ -6,7 +6,7 @@ count from the first token. Sizes are positive and counts not negative: the call
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lmcache_sdk.values import TokenRange
 
@@ -37,3 +37,12 @@ def batches(num_chunks: int, chunk_nbytes: int, max_batch_nbytes: int) -> Iterat
     per_batch = max(1, max_batch_nbytes // chunk_nbytes)
     for first in range(0, num_chunks, per_batch):
         yield first, min(per_batch, num_chunks - first)
+
+
+def consecutive(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cuts ascending chunk indices into runs without a gap: `(first_chunk, num_chunks)` in order."""
+    start = 0
+    for end in range(1, len(indices) + 1):
+        if end == len(indices) or indices[end] != indices[end - 1] + 1:
+            yield indices[start], end - start
+            start = end

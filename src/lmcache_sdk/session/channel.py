@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -132,6 +133,7 @@ class ChannelPool:
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         self._closed = False
+        self._pid = os.getpid()
 
     @contextlib.contextmanager
     def borrow(self, deadline: Deadline, step: str) -> Iterator[Channel]:
@@ -140,7 +142,8 @@ class ChannelPool:
         try:
             yield channel
         finally:
-            self.give_back(channel)
+            if os.getpid() == self._pid:  # a forked child must not touch the parent's sockets and locks
+                self.give_back(channel)
 
     def _take_idle(self, step: str) -> Channel | None:
         with self._lock:

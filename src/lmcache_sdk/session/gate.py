@@ -8,6 +8,7 @@ second's COMMIT would publish the first's half-written slots, and of two retriev
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
 
@@ -22,15 +23,16 @@ class KeyGate:
     def __init__(self, condition: threading.Condition, check: Callable[[], None]) -> None:
         self._condition = condition
         self._check = check
-        self._held: dict[Hashable, int] = {}
-        """Keys, and the thread that began to hold each."""
+        self._held: dict[Hashable, threading.Thread] = {}
+        """Keys, and the thread that began to hold each; by the object, because ids are used again."""
+        self._pid = os.getpid()
 
     @contextlib.contextmanager
     def hold(self, key: Hashable, deadline: Deadline, step: str) -> Iterator[None]:
         """Holds the key for the time of a block; raises UsageError when this thread holds it already."""
         with self._condition:
             while key in self._held:
-                if self._held[key] == threading.get_ident():
+                if self._held[key] is threading.current_thread():
                     raise UsageError(
                         f"{step}: this thread is inside a view of the same tokens, and would wait for itself; leave "
                         "the view first"
@@ -40,10 +42,14 @@ class KeyGate:
                 if not woken and key in self._held:
                     raise deadline.exceeded(f"{step}: another call of this context on the same tokens", Fate.NOT_SENT)
                 self._check()
-            self._held[key] = threading.get_ident()
+            self._held[key] = threading.current_thread()
         try:
             yield
         finally:
-            with self._condition:
-                self._held.pop(key, None)
-                self._condition.notify_all()
+            if os.getpid() == self._pid:  # in a forked child a thread that is not there may hold the lock for ever
+                self._let_go(key)
+
+    def _let_go(self, key: Hashable) -> None:
+        with self._condition:
+            self._held.pop(key, None)
+            self._condition.notify_all()

@@ -136,7 +136,12 @@ class Session:
                 self._finish(made, key)
 
     def _finish(self, operation: Operation, key: Hashable) -> None:
-        """Ends an operation within the clean-up budget, or keeps it as a debt with its channel."""
+        """Ends an operation within the clean-up budget, or keeps it as a debt with its channel.
+
+        Does nothing in a forked child, where an open view of the parent's may be left, too.
+        """
+        if os.getpid() != self._pid:
+            return
         finished = False
         try:
             finished = operation.finish(Deadline.after(CLEANUP_SECONDS))
@@ -189,12 +194,16 @@ class Session:
                 raise _replaced(error.fate) from error
             raise
         finally:
-            with self._changed:
-                self._active -= 1
-                self._changed.notify_all()
-                last = self._active == 0 and self._machine.state is SessionState.CLOSED
-            if last:
-                self._release()
+            if os.getpid() == self._pid:
+                self._leave()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._active -= 1
+            self._changed.notify_all()
+            last = self._active == 0 and self._machine.state is SessionState.CLOSED
+        if last:
+            self._release()
 
     def pause(self, seconds: float) -> None:
         """Waits a moment; a close of the session ends it with SessionClosedError."""
