@@ -46,6 +46,8 @@ class Channel:
         """Whether it is broken because the server went away."""
         self.kept: bool = False
         """Not to be given to another operation: a reservation that is open waits for its answer here."""
+        self.trailing: Callable[[], None] | None = None
+        """What is left to do for the last operation, by whoever uses the channel next."""
         self._transport = transport
         self._tracing = tracing()
 
@@ -101,6 +103,17 @@ class Channel:
         except (ConnectionLostError, ConnectError):
             self.broken = self.lost = True
 
+    def await_answers(self, deadline: Deadline) -> None:
+        """Takes replies until none is missing, or the deadline passed."""
+        try:
+            while self.exchange.num_in_flight and not self.broken:
+                frames = self._transport.receive(deadline, interruptible=False)
+                if frames is None:
+                    return
+                self._take(frames)
+        except (ConnectionLostError, ConnectError):
+            self.broken = self.lost = True
+
     def _take(self, frames: Frames) -> None:
         if self._tracing:
             trace("<", "reply", frames)
@@ -143,11 +156,17 @@ class ChannelPool:
             self.give_back(channel)
 
     def _take_idle(self, step: str) -> Channel | None:
-        with self._lock:
-            channel = self._idle.pop() if self._idle else None
-        if channel is None:
-            return None
-        channel.drain()  # a server that went away while the channel was idle is noticed here
+        while True:
+            with self._lock:
+                channel = self._idle.pop() if self._idle else None
+            if channel is None:
+                return None
+            channel.drain()  # a server that went away while the channel was idle is noticed here
+            trailing, channel.trailing = channel.trailing, None
+            if trailing is not None:
+                trailing()
+            if not channel.kept:
+                break
         if channel.broken:
             self.give_back(channel)
             raise ConnectionLostError(f"{step}: the server went away since the last call", fate=Fate.NOT_SENT)
@@ -165,6 +184,17 @@ class ChannelPool:
                 self._idle.append(channel)
         if not keep:
             channel.close()
+
+    def settle(self, deadline: Deadline) -> None:
+        """Waits, for a time, for the answers that idle channels are still to get, and does what trails behind them."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.await_answers(deadline)
+            trailing, channel.trailing = channel.trailing, None
+            if trailing is not None:
+                trailing()
+            self.give_back(channel)
 
     def say_goodbye(self, instances: Sequence[InstanceId], linger: float) -> None:
         """Sends UNREGISTER for each instance on an idle channel, without waiting, and lets it go out for `linger`
