@@ -85,6 +85,8 @@ def test_interrupted_calls_leave_nothing_and_publish_nothing_wrong(shm_name: str
                 found = ctx.retrieve(tokens)
                 assert found is None or torch.equal(found, kv[:, :, : found.shape[2]])
             assert interrupted > 10
-            held = server.held()
+            end = time.monotonic() + 2.0  # nobody has waited for the answer to the last END_SESSION
+            while (held := server.held()).sessions and time.monotonic() < end:
+                time.sleep(0.001)
             assert (held.read_locks, held.write_reservations, held.sessions) == (0, 0, 0)
         assert server.held().registrations == frozenset()
