@@ -10,7 +10,7 @@ from lmcache_sdk import protocol as p
 from lmcache_sdk.errors import ConnectionLostError
 from lmcache_sdk.session import ReadLease
 from tests.fix_fake_server import NOTHING
-from tests.fix_faults import FakeClock, late, silence
+from tests.fix_faults import FakeClock, ignored, late, silence
 from tests.session.desk import READ_TTL, Writer
 from tests.session.office import Office
 from tests.session.test_operation import Oracle
@@ -68,7 +68,7 @@ def test_a_free_that_is_not_answered_is_a_debt_of_the_session(office: Office) ->
     """The next call has a channel of its own, and a later one finds the model gone and reads the locks away."""
     oracle = Oracle()
     office.session.probe = oracle
-    office.server.on(p.FreeLookupLocks, silence)
+    office.server.on(p.FreeLookupLocks, ignored)
     assert office.look() == 2
     assert office.look() == 2
     assert len(office.lines) == 2
