@@ -33,6 +33,10 @@ class Debt:
         self.asked += 1
         return self.answers.pop(0) if self.work is None else self.work(deadline)
 
+    @property
+    def answered(self) -> bool:
+        return False
+
     def release_early(self) -> bool:
         return False
 

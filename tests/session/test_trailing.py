@@ -61,7 +61,19 @@ def test_the_next_call_takes_the_answers_on_the_same_channel(office: Office) -> 
     office.look()
     assert len(office.lines) == 1
     with office.call() as operation:
-        assert operation.channel.exchange.num_in_flight == 0 and operation.channel.trailing is None
+        assert operation.channel.exchange.num_in_flight == 0 and not operation.channel._trailing
+
+
+def test_answers_that_have_not_come_yet_are_not_waited_for(office: Office) -> None:
+    office.server.on(p.FreeLookupLocks, late(0.3))
+    began = office.clock.now
+    office.look()
+    office.look()
+    assert office.clock.now == began and len(office.lines) == 1
+    office.clock.advance(0.3)
+    with office.call() as operation:
+        assert not operation.channel._trailing
+    assert office.server.held() == NOTHING
 
 
 def test_a_free_that_is_not_answered_is_a_debt_of_the_session(office: Office) -> None:
@@ -70,6 +82,9 @@ def test_a_free_that_is_not_answered_is_a_debt_of_the_session(office: Office) ->
     office.session.probe = oracle
     office.server.on(p.FreeLookupLocks, ignored)
     assert office.look() == 2
+    assert office.look() == 2
+    assert len(office.lines) == 1
+    office.clock.advance(1.0)
     assert office.look() == 2
     assert len(office.lines) == 2
     oracle.left.add("m")

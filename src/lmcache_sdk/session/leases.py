@@ -168,6 +168,11 @@ class ReadLease:
             self._send_free()
         return self._machine.state in (LeaseState.HELD, LeaseState.RELEASED) and not self._prepared
 
+    @property
+    def answered(self) -> bool:
+        """Whether FREE_LOOKUP_LOCKS has been answered, if it was sent."""
+        return self._free is None or self._free.settled
+
     def _send_free(self) -> None:
         rest = self.num_chunks - self._num_prepared
         if rest and self._free is None:

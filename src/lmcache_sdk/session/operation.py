@@ -41,6 +41,10 @@ class Obligation(Protocol):
     def release_early(self) -> bool:
         """Sends what gives it back, without waiting, if one request in order does that; whether it was sent."""
 
+    @property
+    def answered(self) -> bool:
+        """Whether everything that was sent to give it back has been answered."""
+
     stuck: str
     """Why only the server's TTL can end it; empty while an answer can."""
 
@@ -236,6 +240,11 @@ class Operation:
             with contextlib.suppress(KVCacheSDKError):
                 # it cancels nothing, and nothing of this session follows any more
                 self.channel.submit(EndSession(request_id=self.request_id))
+
+    @property
+    def answered(self) -> bool:
+        """Whether everything that was sent to give something back has been answered."""
+        return all(obligation.answered for obligation in self._obligations)
 
     @property
     def stuck(self) -> str:

@@ -174,6 +174,11 @@ class Reservation:
         """Never: what is owed is to write."""
         return self._machine.state in _DONE
 
+    @property
+    def answered(self) -> bool:
+        """Whether it is over."""
+        return self._machine.state in _DONE
+
     # ---- what an interrupted call leaves ----------------------------------------------------------------------------
 
     def fulfil(self, deadline: Deadline) -> bool:
