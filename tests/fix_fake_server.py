@@ -120,6 +120,8 @@ class FakeServer:
         self.instances: dict[InstanceId, p.Registration] = {}
         self.sessions: dict[RequestId, int | None] = {}
         """Live sessions, and the hit that each has recorded."""
+        self.patience = 0.0
+        """Seconds in which last words may come, when there is a network in between."""
         self.full = False
         """Nothing can be allocated."""
         self._pack = pack or _join
@@ -151,8 +153,9 @@ class FakeServer:
             self.objects[chunk_name(model, salt, tokens[: (index + 1) * self.chunk_size])] = self._placed(chunk)
 
     def held(self) -> Held:
-        """What it holds."""
+        """What it holds. Clients do not wait for the answers to their last words, so it listens for them first."""
         with self.changed:
+            self.changed.wait_for(lambda: not (self.sessions or self.read_locks.total()), self.patience)
             return Held(
                 read_locks=self.read_locks.total(),
                 reservations=sum(map(len, self._writing.values())),

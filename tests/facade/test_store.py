@@ -226,8 +226,8 @@ def test_a_cached_prefix_is_an_error_before_anything_is_reserved(rig: Rig) -> No
     with pytest.raises(AlreadyCachedError, match=r"chunks 0, 1 \(2\).*nothing was written") as caught:
         ctx.store(kv(seed=1), TOKENS, existing="error")
     assert caught.value.chunk_indices == (0, 1) and caught.value.fate is Fate.ANSWERED
-    assert set(rig.server.names()[said:]) == {"Lookup", "QueryPrefetchStatus", "FreeLookupLocks", "EndSession"}
     assert rig.cached(2) is None and rig.server.held() == NOTHING
+    assert set(rig.server.names()[said:]) == {"Lookup", "QueryPrefetchStatus", "FreeLookupLocks", "EndSession"}
 
 
 def test_a_hole_is_an_error_after_the_rest_was_written_whole(shm_rig: Rig) -> None:

@@ -62,6 +62,7 @@ class MessagePort(_Port):
     def __init__(self, server: FakeServer, url: str = "tcp://127.0.0.1:0") -> None:
         super().__init__()
         self.server = server
+        server.patience = 0.5
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)

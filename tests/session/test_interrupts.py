@@ -57,8 +57,73 @@ def test_blocks_nest_and_handlers_come_back() -> None:
             assert signal.getsignal(signal.SIGALRM) != handler
         assert signal.getsignal(signal.SIGALRM) != handler
         with window():
-            assert signal.getsignal(signal.SIGALRM) == handler
+            pass
+        assert signal.getsignal(signal.SIGALRM) != handler
     assert signal.getsignal(signal.SIGALRM) == handler
+
+
+def test_in_a_window_it_comes_at_once_and_closes_the_window() -> None:
+    went_on = False
+
+    def wait() -> None:
+        nonlocal went_on
+        with window():
+            signal.raise_signal(signal.SIGALRM)
+            went_on = True
+
+    with deferred():
+        with pytest.raises(AlarmError):
+            wait()
+        signal.raise_signal(signal.SIGALRM)  # clean-up: it has to wait again
+        with pytest.raises(AlarmError), window():
+            pass
+    assert not went_on
+
+
+def test_a_handler_that_returns_leaves_the_window_open() -> None:
+    rung: list[int] = []
+    signal.signal(signal.SIGALRM, lambda number, _: rung.append(number))
+    with deferred():
+        signal.raise_signal(signal.SIGALRM)
+        assert rung == []
+        with window():
+            assert len(rung) == 1
+            signal.raise_signal(signal.SIGALRM)
+            signal.raise_signal(signal.SIGALRM)
+            assert len(rung) == 3
+        signal.raise_signal(signal.SIGALRM)
+        assert len(rung) == 3
+    assert len(rung) == 4
+
+
+def test_a_handler_may_put_another_in_its_place() -> None:
+    """As one does that lets a second Ctrl-C end the process."""
+    later: list[int] = []
+
+    def replace(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, lambda number_, _: later.append(number_))
+
+    signal.signal(signal.SIGALRM, replace)
+    with deferred(), window():
+        signal.raise_signal(signal.SIGALRM)
+    signal.raise_signal(signal.SIGALRM)
+    assert later == [signal.SIGALRM]
+
+
+def test_a_call_inside_a_handler_is_deferred_as_any_other() -> None:
+    order: list[str] = []
+
+    def calls(number: int, frame: FrameType | None) -> None:
+        with deferred():
+            if len(order) < 3:
+                order.append("begin")
+                signal.raise_signal(signal.SIGALRM)
+                order.append("end")
+
+    signal.signal(signal.SIGALRM, calls)
+    with deferred(), window():
+        signal.raise_signal(signal.SIGALRM)
+    assert order == ["begin", "end", "begin", "end"]
 
 
 @pytest.mark.parametrize("shm_name", [unique_shm_name(), ""], ids=["shm", "inline"])
@@ -75,16 +140,19 @@ def test_interrupted_calls_leave_nothing_and_publish_nothing_wrong(shm_name: str
             for turn in range(1, 61):
                 tokens = range(turn * 10_000, turn * 10_000 + kv.shape[2])
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, chooser.uniform(0.0002, usual))
-                    ctx.store(kv, tokens)
-                    ctx.retrieve(tokens)
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, chooser.uniform(0.0002, usual))
+                        ctx.store(kv, tokens)
+                        ctx.retrieve(tokens)
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may still ring here
                 except AlarmError:
                     interrupted += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
                 found = ctx.retrieve(tokens)
                 assert found is None or torch.equal(found, kv[:, :, : found.shape[2]])
             assert interrupted > 10
-            held = server.held()
+            end = time.monotonic() + 2.0  # nobody has waited for the answer to the last END_SESSION
+            while (held := server.held()).sessions and time.monotonic() < end:
+                time.sleep(0.001)
             assert (held.read_locks, held.write_reservations, held.sessions) == (0, 0, 0)
         assert server.held().registrations == frozenset()

@@ -31,6 +31,8 @@ class _Deferral:
         self.interruption: BaseException | None = None
         """What a handler raised while the handlers were being exchanged."""
         self.active: bool = False
+        self.open: bool = False
+        """Whether a window is open: handlers run at once."""
 
     def begin(self) -> bool:
         """Takes the handlers' place; False when that is done already, or this is not the main thread."""
@@ -41,14 +43,6 @@ class _Deferral:
         self.active = True
         return True
 
-    def resume(self) -> None:
-        """Begins again behind a window, whatever comes meanwhile."""
-        while not self.active:
-            try:
-                self.begin()
-            except BaseException as error:  # noqa: BLE001  # raised again by `end`
-                self.interruption = error
-
     def _defer(self, number: int) -> None:
         handler = signal.getsignal(number)
         if callable(handler) and handler != self._note:
@@ -56,10 +50,18 @@ class _Deferral:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.pending.append((number, frame))
+        if not self.open:
+            self.pending.append((number, frame))
+            return
+        # closed before the handler runs: if it raises, the clean-up that follows is not to be interrupted again
+        self.open = False
+        self.handlers[number](number, frame)
+        self.open = True
+        self.run_pending()
 
     def _restore(self, number: int) -> None:
-        signal.signal(number, self.handlers[number])
+        if signal.getsignal(number) == self._note:  # a handler may have put another in its place
+            signal.signal(number, self.handlers[number])
 
     def _exchange(self, one: Callable[[int], None], numbers: list[int]) -> None:
         """Does `one` for every number, whatever the handlers that are in place meanwhile raise."""
@@ -73,11 +75,20 @@ class _Deferral:
 
     def end(self) -> None:
         """Puts the handlers back and runs all that were called for; what the first of them raised goes on then."""
+        self.open = False
         self._exchange(self._restore, list(self.handlers))
         handlers, self.handlers, self.active = self.handlers, {}, False
-        # only now: until the last handler was back, another call for it could come
-        pending, self.pending = self.pending, []
         interruption, self.interruption = self.interruption, None
+        # only now: until the last handler was back, another call for it could come
+        self._run_pending(handlers, interruption)
+
+    def run_pending(self) -> None:
+        """Runs what was called for until now."""
+        if self.pending:
+            self._run_pending(self.handlers, None)
+
+    def _run_pending(self, handlers: dict[int, Handler], interruption: BaseException | None) -> None:
+        pending, self.pending = self.pending, []
         for number, frame in pending:
             try:
                 handlers[number](number, frame)
@@ -97,14 +108,21 @@ class deferred:  # noqa: N801  # used as a function is
     defer again at some later time.
     """
 
-    __slots__ = ("_mine",)
+    __slots__ = ("_in_window", "_mine")
 
     def __enter__(self) -> None:
         self._mine: bool = _deferral.begin()
+        # a handler that runs in a window may call the library, too
+        self._in_window: bool = not self._mine and _deferral.open and _is_main()
+        if self._in_window:
+            _deferral.open = False
 
     def __exit__(self, *_: object) -> None:
         if self._mine:
             _deferral.end()
+        elif self._in_window:
+            _deferral.open = True
+            _deferral.run_pending()
 
 
 class window:  # noqa: N801  # used as a function is
@@ -113,17 +131,19 @@ class window:  # noqa: N801  # used as a function is
     __slots__ = ("_mine",)
 
     def __enter__(self) -> None:
-        self._mine: bool = _deferral.active and _is_main()
+        self._mine: bool = _deferral.active and not _deferral.open and _is_main()
         if self._mine:
             try:
-                _deferral.end()
+                _deferral.run_pending()
+                _deferral.open = True
+                _deferral.run_pending()  # what came between the two
             except BaseException:
-                _deferral.resume()
+                _deferral.open = False
                 raise
 
     def __exit__(self, *_: object) -> None:
         if self._mine:
-            _deferral.resume()
+            _deferral.open = False
 
 
 def _is_main() -> bool:

@@ -5,8 +5,8 @@ else.
 its *obligations*: a lease to release, a reservation to complete. `finish` fulfils them in order and then ends the
 server's session, so that END_SESSION is the last thing of it the server sees: a COMMIT handled later would open it
 again (PROTOCOL.md section 5). What cannot be fulfilled in time, because the server does not answer, stays owed: the
-session keeps the operation with its channel and finishes it when answers come. END_SESSION itself gets no answer when
-no engine holds the model any more; that is no error of the call.
+session keeps the operation with its channel and finishes it when answers come. Nobody waits for the answer to
+END_SESSION: the next call on the channel takes it, and there is none when no engine holds the model any more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, Protocol, TypeVar
 import attrs
 
 from lmcache_sdk.errors import ConnectionLostError, DeadlineExceededError, KVCacheSDKError, TransportError
-from lmcache_sdk.protocol import EndSession, InFlight, IPCCacheServerKey, Request, Void
+from lmcache_sdk.protocol import EndSession, InFlight, IPCCacheServerKey, Request
 from lmcache_sdk.session.channel import Channel
 from lmcache_sdk.session.deadline import Deadline
 from lmcache_sdk.values import InstanceId, RequestId, TokenIds, override
@@ -37,6 +37,13 @@ class Obligation(Protocol):
 
     def fulfil(self, deadline: Deadline) -> bool:
         """Goes on giving it back, as far as answers come; whether nothing is owed any more. Raises no error of ours."""
+
+    def release_early(self) -> bool:
+        """Sends what gives it back, without waiting, if one request in order does that; whether it was sent."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether everything that was sent to give it back has been answered."""
 
     stuck: str
     """Why only the server's TTL can end it; empty while an answer can."""
@@ -104,7 +111,6 @@ class Operation:
         self._obligations: list[Obligation] = []
         self._open = False
         """Whether the server may have made a session for our request id."""
-        self._ending: InFlight[Void] | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -177,14 +183,26 @@ class Operation:
         if not self._fulfil_all(deadline):
             return False
         self._send_end()
-        if self._ending is not None and not self.channel.broken:
-            self.settle(self._ending, deadline)
         return True
 
     def end_early(self) -> None:
-        """Sends END_SESSION where nothing is owed, for its answer to come while the caller does something else."""
+        """Sends END_SESSION where nothing is owed, before the caller does something else."""
         if self._fulfil_all(Deadline.after(0.0)):
             self._send_end()
+
+    def release_early(self) -> bool:
+        """Sends what gives everything back, and END_SESSION behind it, without waiting, where the server handles them
+        in order; whether it could. Its answers are taken, and what they ask for is done, by `finish`.
+        """
+        if not self.in_order or self.channel.broken:
+            return False
+        try:
+            if not all(obligation.release_early() for obligation in self._obligations):
+                return False
+        except TransportError:
+            return False
+        self._send_end()
+        return True
 
     def _fulfil_all(self, deadline: Deadline) -> bool:
         while self._obligations and not self.channel.broken:
@@ -205,7 +223,8 @@ class Operation:
         if self._open and not self.channel.broken:
             self._open = False
             try:
-                self._ending = self.channel.submit(EndSession(request_id=self.request_id))
+                # nobody waits for the answer: there is none when no engine holds the model any more
+                self.channel.exchange.abandon(self.channel.submit(EndSession(request_id=self.request_id)))
             except KVCacheSDKError as error:
                 _log.debug("%s: END_SESSION was not sent: %s", self.name, str(error))
 
@@ -221,6 +240,11 @@ class Operation:
             with contextlib.suppress(KVCacheSDKError):
                 # it cancels nothing, and nothing of this session follows any more
                 self.channel.submit(EndSession(request_id=self.request_id))
+
+    @property
+    def answered(self) -> bool:
+        """Whether everything that was sent to give something back has been answered."""
+        return all(obligation.answered for obligation in self._obligations)
 
     @property
     def stuck(self) -> str:
