@@ -36,6 +36,8 @@ TREE: Final[dict[str, set[str]]] = {
     "protocol": {
         *("__init__", "messages", "rules", "dialects", "codec", "exchange", "documents"),
         "replies",  # how each reply is read and written: split from codec for its length
+        "showing",  # what a server sent, as an error shows it: split from documents and structuring
+        "structuring",  # JSON values -> documents, split from documents because cattrs loads on first use
         "envelope",  # the typed tensor envelope of 0.5.7: MessagePack, so protocol's, though blobs makes the tensors
     },
     # a lock

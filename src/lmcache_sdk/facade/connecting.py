@@ -52,7 +52,7 @@ from lmcache_sdk.values import InstanceId
 TRANSPORTS: Final = ("shm", "inline")
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class ConnectArguments:
     """The checked arguments of connect."""
 
@@ -66,7 +66,7 @@ class ConnectArguments:
     """The context's memory for results, which outlives its connections."""
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class ModelFacts:
     """What is known of the model's cache."""
 
@@ -80,7 +80,7 @@ class ModelFacts:
     """No engine holds the model: the real name is registered, with the caller's layout."""
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class Connection:
     """What connect made."""
 

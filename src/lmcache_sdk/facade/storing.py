@@ -26,7 +26,7 @@ _EVICTION_SECONDS: Final = 1.5
 _EVICTION_PAUSE: Final = 0.1
 
 
-@attrs.define
+@attrs.define(eq=False, repr=False)
 class _Progress:
     """What one store has done so far, by chunk index."""
 
@@ -43,7 +43,7 @@ class _Progress:
         return self.found == self.total if self.found is not None else len(self.written) == self.total
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class StoreJob:
     """The checked arguments of one store."""
 

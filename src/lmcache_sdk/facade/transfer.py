@@ -61,7 +61,7 @@ def _believe() -> None:
     """A miss is what the server says it is."""
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class Endpoint:
     """Everything a transfer needs besides its arguments."""
 

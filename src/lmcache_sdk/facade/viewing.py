@@ -26,7 +26,7 @@ from lmcache_sdk.session import Deadline, ReadLease, deferred
 from lmcache_sdk.values import TokenIds, override
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class OpenView:
     """What a view reads while its block runs."""
 
@@ -57,7 +57,7 @@ def open_view(
         return OpenView(lease, chunks), stack.pop_all().close
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class ViewSource:
     """Where a view gets its chunks. It keeps the context alive, which must not be dropped under an open view."""
 

@@ -45,7 +45,7 @@ class EntryNumbers:
     is_fused: bool
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class _Group:
     """A kernel group whose numbers are in bounds, and what the rest of the entry says about it."""
 

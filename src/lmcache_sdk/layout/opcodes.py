@@ -40,7 +40,7 @@ class Name:
     attribute: str
 
 
-@attrs.define
+@attrs.define(eq=False, repr=False)
 class Budget:
     """How many opcodes, and how many bytes of copies, one payload may still cost."""
 

@@ -36,7 +36,7 @@ _PROTOCOL_2: Final = b"\x80\x02"
 _STORAGE_NAMES: Final = {dtype: name for name, dtype in names.STORAGES.items()}
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class Parts:
     """What stands before all data, before and after the data of each tensor, and after all of it."""
 

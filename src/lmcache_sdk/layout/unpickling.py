@@ -59,7 +59,7 @@ _OPCODES_PER_TENSOR: Final = 256
 _OPCODES_AROUND: Final = 1024
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class _Storage:
     """Bytes, and the dtype when the storage has one."""
 
@@ -67,14 +67,14 @@ class _Storage:
     data: memoryview
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class _Built:
     """A finished tensor, wrapped: comparing a bare one with anything would compare its elements."""
 
     tensor: torch.Tensor
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class _Hooks:
     """The empty OrderedDict that stands for no hooks."""
 
@@ -202,7 +202,7 @@ def _refuse_call(name: Name, _: tuple[object, ...]) -> object:
     raise malformed(f"a call of {name.attribute} inside a storage")
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class _StorageId:
     """The persistent id of a storage."""
 

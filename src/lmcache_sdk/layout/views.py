@@ -55,7 +55,7 @@ def slot_runs(pool: memoryview, slots: Sequence[Slot], chunk_size: int, path: st
     return runs
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class _Kind:
     """What consecutive slots have in common."""
 

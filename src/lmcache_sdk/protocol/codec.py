@@ -89,7 +89,7 @@ _REGISTRATION_STRUCTS: Final = {
 }
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class ReceivedRequest:
     """A request as a server received it, with the two header frames that its reply must echo."""
 

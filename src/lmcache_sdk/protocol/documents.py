@@ -11,18 +11,15 @@ from connecting. Paths and field names: PROTOCOL.md section 10, read from server
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Final, TypeVar
 
 import attrs
-import cattrs
 import msgspec
-from cattrs.errors import BaseValidationError, ClassValidationError, IterableValidationError
-from cattrs.gen import make_dict_structure_fn
 
 from lmcache_sdk.errors import RemoteProtocolError
+from lmcache_sdk.protocol.showing import show
+from lmcache_sdk.protocol.structuring import structured
 from lmcache_sdk.values import PRIVATE_MODEL_PREFIX
 
 T = TypeVar("T")
@@ -34,7 +31,7 @@ MAX_CHUNK_SIZE: Final = 2**20
 _MAX_SHOWN: Final = 120
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class McpConfig:
     """`/config` (0.5.0: `/conf`), the part under `mp`: how the message server was started."""
 
@@ -50,14 +47,14 @@ class McpConfig:
     """Threads that handle lookups; with one of them they are handled in the order in which they were sent."""
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class ConfigDocument:
     """`/config`, as far as a client needs it."""
 
     mp: McpConfig
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class L1Status:
     """`/status.storage_manager.l1_manager`: the pool's counters and the time-to-live of its locks, in seconds."""
 
@@ -70,14 +67,14 @@ class L1Status:
     read_ttl_seconds: float | None = None
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class StorageStatus:
     """`/status.storage_manager`."""
 
     l1_manager: L1Status = L1Status()
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class StatusDocument:
     """`/status`. The registries stay raw; `model_entries` and `engine_driven_entries` read the entries of one model."""
 
@@ -102,7 +99,7 @@ class CacheContextEntry:
     """Read by `parse_layout` only: an odd one must not keep anybody from retrieving."""
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class EngineDrivenEntry:
     """One instance in `/status.non_cuda_context_meta`: it publishes no geometry."""
 
@@ -126,7 +123,7 @@ class KernelGroupDocument:
     object_group_idx: int = 0
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class _LayoutHead:
     cache_size_per_token: int
     kernel_groups: list[object]
@@ -142,14 +139,14 @@ class KVCacheLayoutDocument:
 
 def parse_config(body: bytes) -> ConfigDocument:
     """Reads the body of GET /config."""
-    config = _structure(_load_object(body, "config"), ConfigDocument, "config")
+    config = structured(_load_object(body, "config"), ConfigDocument, "config")
     _check_range(config.mp.chunk_size, "config.mp.chunk_size", 1, MAX_CHUNK_SIZE)
     return config
 
 
 def parse_status(body: bytes) -> StatusDocument:
     """Reads the body of GET /status."""
-    status = _structure(_load_object(body, "status"), StatusDocument, "status")
+    status = structured(_load_object(body, "status"), StatusDocument, "status")
     _check_range(status.chunk_size, "status.chunk_size", 1, MAX_CHUNK_SIZE)
     return status
 
@@ -158,7 +155,7 @@ def parse_version(body: bytes, path: str) -> str:
     """Reads the body of GET /lmc_version or /version: a JSON string."""
     version = _load(body, path)
     if not isinstance(version, str) or len(version) > _MAX_SHOWN:
-        raise RemoteProtocolError(f"{path}: expected a JSON string, got {_show(version)}", path=path)
+        raise RemoteProtocolError(f"{path}: expected a JSON string, got {show(version)}", path=path)
     return version
 
 
@@ -168,21 +165,21 @@ def parse_layout(layout: object, path: str) -> KVCacheLayoutDocument:
     Groups are counted before any is read, and read one by one up to the first wrong one: an error for each of a million
     would cost thousands of times the bytes that came.
     """
-    head = _structure(layout, _LayoutHead, path)
+    head = structured(layout, _LayoutHead, path)
     where = f"{path}.kernel_groups"
     if not 1 <= len(head.kernel_groups) <= MAX_KERNEL_GROUPS:
         raise RemoteProtocolError(
             f"{where}: expected 1 to {MAX_KERNEL_GROUPS}, got {len(head.kernel_groups)}", path=where
         )
     groups = [
-        _structure(group, KernelGroupDocument, f"{where}[{index}]") for index, group in enumerate(head.kernel_groups)
+        structured(group, KernelGroupDocument, f"{where}[{index}]") for index, group in enumerate(head.kernel_groups)
     ]
     return KVCacheLayoutDocument(head.cache_size_per_token, groups)
 
 
 def parse_entry(entry: object, path: str) -> CacheContextEntry:
     """Reads one value of `cache_context_meta`."""
-    found = _structure(entry, CacheContextEntry, path)
+    found = structured(entry, CacheContextEntry, path)
     _check_range(found.world_size, f"{path}.world_size", 1, 255)
     return found
 
@@ -203,7 +200,7 @@ def engine_driven_entries(status: StatusDocument, model_name: str) -> dict[str, 
     for key, entry in status.non_cuda_context_meta.items():
         if _model_name_of(entry) == model_name:
             path = f"status.non_cuda_context_meta.{key}"
-            found[path] = _structure(entry, EngineDrivenEntry, path)
+            found[path] = structured(entry, EngineDrivenEntry, path)
             _check_range(found[path].world_size, f"{path}.world_size", 1, 255)
     return found
 
@@ -224,7 +221,7 @@ def _load(body: bytes, path: str) -> object:
     try:
         loaded: object = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        shown = _show(bytes(body[:_MAX_SHOWN]))
+        shown = show(bytes(body[:_MAX_SHOWN]))
         raise RemoteProtocolError(f"{path}: the body is not JSON: {shown}", path=path) from error
     return loaded
 
@@ -232,93 +229,10 @@ def _load(body: bytes, path: str) -> object:
 def _load_object(body: bytes, path: str) -> JsonObject:
     loaded = _load(body, path)
     if not isinstance(loaded, dict):
-        raise RemoteProtocolError(f"{path}: expected a JSON object, got {_show(loaded)}", path=path)
+        raise RemoteProtocolError(f"{path}: expected a JSON object, got {show(loaded)}", path=path)
     return loaded
-
-
-def _structure(value: object, document: type[T], path: str) -> T:
-    try:
-        return _CONVERTER.structure(value, document)
-    except (BaseValidationError, KeyError, TypeError, ValueError, AttributeError) as error:
-        where, problem = _first_problem(error, path)
-        raise RemoteProtocolError(f"{where}: {problem}", path=where) from error
-
-
-def _first_problem(error: BaseException, path: str) -> tuple[str, str]:
-    """The path and words of the first leaf of cattrs' tree of errors."""
-    if isinstance(error, ClassValidationError):
-        noted, bare = error.group_exceptions()
-        if noted:
-            return _first_problem(noted[0][0], f"{path}.{noted[0][1].name}")
-        return _first_problem(bare[0], path)
-    if isinstance(error, IterableValidationError):
-        items, loose = error.group_exceptions()
-        if items:
-            index = items[0][1].index
-            step = f"[{index}]" if isinstance(index, int) else f".{index}"
-            return _first_problem(items[0][0], f"{path}{step}")
-        return _first_problem(loose[0], path)
-    if isinstance(error, KeyError):
-        return (path if path.endswith(f".{error.args[0]}") else f"{path}.{error.args[0]}"), "missing"
-    return path, str(error)
 
 
 def _check_range(value: int, path: str, low: int, high: int) -> None:
     if not low <= value <= high:
         raise RemoteProtocolError(f"{path}: expected {low} to {high}, got {value}", path=path)
-
-
-def _show(value: object) -> str:
-    """A scalar as text, cut; of what may be large or deep only the type."""
-    if isinstance(value, (str, bytes)):
-        return repr(value[:_MAX_SHOWN]) + ("…" if len(value) > _MAX_SHOWN else "")
-    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN:
-        return f"an integer of {value.bit_length()} bits"
-    if value is None or isinstance(value, (bool, int, float)):
-        return repr(value)
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (list, dict)) else type(value).__name__
-
-
-def _exactly(kind: type, *also: type) -> Callable[[object, object], object]:
-    """A structure hook that takes instances of `kind` as they are and refuses the rest, bool for int included."""
-
-    def check(value: object, _: object) -> object:
-        if isinstance(value, (kind, *also)) and (kind is bool or not isinstance(value, bool)):
-            return value
-        raise TypeError(f"expected {kind.__name__}, got {_show(value)}")
-
-    return check
-
-
-def _make_converter() -> cattrs.Converter:
-    converter = cattrs.Converter()
-    for kind, also in ((str, ()), (int, ()), (bool, ()), (float, (int,))):
-        converter.register_structure_hook(kind, _exactly(kind, *also))
-    raw = (
-        (str | int | None, (str, int, type(None))),
-        (dict[str, object], (dict,)),
-        (list[object] | None, (list, type(None))),
-        (list[object], (list,)),
-        (object, (object,)),
-    )
-    for shape, kinds in (*raw, (dict[str, object] | None, (dict, type(None)))):
-        converter.register_structure_hook_func(partial(operator.eq, shape), _exactly(*kinds))
-    converter.register_structure_hook_factory(attrs.has, partial(_from_object_only, converter))
-    return converter
-
-
-def _from_object_only(converter: cattrs.Converter, document: type[T]) -> Callable[[object, object], T]:
-    """A document is made of a JSON object: where every field is optional, cattrs alone would take a list for an empty
-    one.
-    """
-    structure = make_dict_structure_fn(document, converter)
-
-    def check(value: object, kind: object) -> T:
-        if not isinstance(value, dict):
-            raise TypeError(f"expected a JSON object, got {_show(value)}")
-        return structure(value, kind)
-
-    return check
-
-
-_CONVERTER: Final = _make_converter()

@@ -72,14 +72,14 @@ class InFlight(Generic[R]):
         return f"<InFlight {self.name} {self.correlation_id} {self.state.name}>"
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class Answered:
     """The answer to an entry that waits."""
 
     entry: InFlight[Any]
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class AnsweredLate:
     """The answer to an entry that was abandoned."""
 

@@ -38,7 +38,7 @@ class RegistrationForm(enum.Enum):
     GROUP_LAYOUTS = "and num_physical_slots, group_layouts"
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class ReplyForm(Generic[R]):
     """Both directions of one kind of reply. `encode` gives None for a reply of two frames."""
 
@@ -46,7 +46,7 @@ class ReplyForm(Generic[R]):
     encode: Callable[[R], bytes | None]
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class Rule(Generic[R]):
     """How one request and its reply are laid out."""
 

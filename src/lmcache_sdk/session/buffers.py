@@ -29,7 +29,7 @@ _MAX_WASTE: Final = 2
 """How many times larger than asked for an idle buffer may be."""
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class _Lent:
     """A buffer that somebody uses, and the reference that tells when it is not used any more."""
 

@@ -22,7 +22,7 @@ _AT_A_TIME = 0.5
 """Seconds that one attempt may take while somebody waits for a debt."""
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class _Debt:
     key: Hashable
     operation: Operation

@@ -32,7 +32,7 @@ _NOT_FOUND: Final = 404
 _RIGHT_PORT: Final = "Is http_url the HTTP port of the LMCache server, not that of the engine?"
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, repr=False)
 class ServerFacts:
     """What a server said of itself at one moment."""
 

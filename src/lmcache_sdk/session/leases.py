@@ -51,7 +51,7 @@ _FREE_SECONDS: Final = 0.3
 """How long FREE_LOOKUP_LOCKS may take before the reason is asked for."""
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class _Prepared:
     """One PREPARE_RETRIEVE, and its COMMIT_RETRIEVE once that was sent."""
 
