@@ -280,11 +280,17 @@ def test_readme_server_command_works_and_serves_the_first_block() -> None:
 
 MIB: Final = 2**20
 NUMBERS: Final = (
-    ("transports.md", r"store: up to (\d+) MiB of slots", transfer._STORE_BATCH / MIB),
+    ("transports.md", r"store: a (\d+)nd of the pool", transfer._POOL_SHARE),
+    ("transports.md", r"of the pool \(at least (\d+) MiB", transfer._STORE_BATCH[0] / MIB),
+    ("transports.md", r"MiB, at most (\d+) MiB\), at least one chunk", transfer._STORE_BATCH[1] / MIB),
     ("transports.md", r"up to (\d+) MiB, at least one chunk", transfer._INLINE_BATCH / MIB),
-    ("reliability.md", r"batches of (\d+) MiB, or two chunks", transfer._STORE_BATCH / MIB),
+    ("reliability.md", r"two batches, each a (\d+)nd of the pool", transfer._POOL_SHARE),
+    ("reliability.md", r"of the pool but (\d+) MiB at least", transfer._STORE_BATCH[0] / MIB),
+    ("reliability.md", r"at least and (\d+) MiB at most", transfer._STORE_BATCH[1] / MIB),
     ("architecture.md", r"to (\d+) MiB, two of them asked for ahead", transfer._INLINE_BATCH / MIB),
-    ("architecture.md", r"Shared memory, in batches of up to (\d+) MiB", transfer._STORE_BATCH / MIB),
+    ("architecture.md", r"Shared memory, in batches of a (\d+)nd of the pool", transfer._POOL_SHARE),
+    ("architecture.md", r"of the pool \((\d+) to 256 MiB", transfer._STORE_BATCH[0] / MIB),
+    ("architecture.md", r"of the pool \(32 to (\d+) MiB", transfer._STORE_BATCH[1] / MIB),
     ("architecture.md", r"the chunks themselves, in batches of up to (\d+) MiB", transfer._INLINE_BATCH / MIB),
     ("architecture.md", r"Inline, in batches of up to (\d+) MiB", transfer._INLINE_BATCH / MIB),
     ("architecture.md", r"pauses of ([\d.]+) to \d+ ms", leases._FIRST_PAUSE * 1e3),

@@ -29,7 +29,7 @@ KV: Final = "faults/kv"
 WIDE: Final = "faults/wide"
 """4 MiB a chunk."""
 WIDE_BATCH: Final = 16
-"""Chunks of WIDE that one store reserves at once: two batches of 32 MiB."""
+"""Chunks of WIDE that one store reserves at once: two batches of 32 MiB (of a pool of 1 GiB or less)."""
 MODELS: Final[dict[str, EngineShape]] = {
     KV: EngineShape(),
     WIDE: EngineShape(num_layers=8, num_heads=4, head_size=128, num_blocks=2),

@@ -33,13 +33,6 @@ class Debt:
         self.asked += 1
         return self.answers.pop(0) if self.work is None else self.work(deadline)
 
-    @property
-    def answered(self) -> bool:
-        return False
-
-    def release_early(self) -> bool:
-        return False
-
     def last_resort(self) -> None:
         self.last_words += 1
         if self.raises is not None:

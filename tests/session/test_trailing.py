@@ -1,4 +1,4 @@
-"""What a call leaves to the next one: answers that it does not wait for, and what they ask for."""
+"""What a call leaves to the next one: the answer to its END_SESSION."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from lmcache_sdk import protocol as p
 from lmcache_sdk.errors import ConnectionLostError
 from lmcache_sdk.session import ReadLease
 from tests.fix_fake_server import NOTHING
-from tests.fix_faults import FakeClock, ignored, late, silence
+from tests.fix_faults import FakeClock, late, silence
 from tests.session.desk import READ_TTL, Writer
 from tests.session.office import Office
-from tests.session.test_operation import Oracle
 
 
 @pytest.fixture
@@ -28,12 +27,13 @@ def office(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Office
 LOOKUP = ["Lookup", "QueryPrefetchStatus", "FreeLookupLocks", "EndSession"]
 
 
-def test_a_lookup_sends_everything_and_waits_for_its_number_only(office: Office) -> None:
+def test_a_lookup_waits_for_its_locks_to_be_free_and_not_for_the_end(office: Office) -> None:
     said = len(office.server.names())
     office.server.on(p.FreeLookupLocks, late(0.03))
+    office.server.on(p.EndSession, late(0.1))
     began = office.clock.now
     assert office.look() == 2
-    assert office.clock.now == began
+    assert office.clock.now == pytest.approx(began + 0.03)
     assert office.server.names()[said:] == LOOKUP
     assert office.server.held() == NOTHING
 
@@ -47,62 +47,33 @@ def test_the_first_question_goes_out_behind_the_lookup(office: Office) -> None:
     assert len(office.server.asked(p.QueryPrefetchStatus)) == 1
 
 
-def test_where_lookups_are_not_in_order_one_waits_for_the_other(office: Office) -> None:
-    office.session.in_order = False
-    office.server.on(p.FreeLookupLocks, late(0.1))
-    began = office.clock.now
-    assert office.look() == 2
-    assert office.clock.now == pytest.approx(began + 0.1)
-    assert office.server.names()[-4:] == LOOKUP
-
-
-def test_the_next_call_takes_the_answers_on_the_same_channel(office: Office) -> None:
+def test_the_next_call_takes_the_answer_on_the_same_channel(office: Office) -> None:
+    office.server.on(p.EndSession, late(0.3))
     office.look()
-    office.look()
-    assert len(office.lines) == 1
+    office.clock.advance(0.3)
     with office.call() as operation:
-        assert operation.channel.exchange.num_in_flight == 0 and not operation.channel._trailing
+        assert operation.channel.exchange.num_in_flight == 0
+    assert len(office.lines) == 1
 
 
-def test_answers_that_have_not_come_yet_are_not_waited_for(office: Office) -> None:
-    office.server.on(p.FreeLookupLocks, late(0.3))
+def test_an_answer_that_has_not_come_yet_is_not_waited_for(office: Office) -> None:
+    office.server.on(p.EndSession, late(0.3))
     began = office.clock.now
     office.look()
     office.look()
     assert office.clock.now == began and len(office.lines) == 1
-    office.clock.advance(0.3)
-    with office.call() as operation:
-        assert not operation.channel._trailing
-    assert office.server.held() == NOTHING
 
 
-def test_a_free_that_is_not_answered_is_a_debt_of_the_session(office: Office) -> None:
-    """The next call has a channel of its own, and a later one finds the model gone and reads the locks away."""
-    oracle = Oracle()
-    office.session.probe = oracle
-    office.server.on(p.FreeLookupLocks, ignored)
-    assert office.look() == 2
-    assert office.look() == 2
-    assert len(office.lines) == 1
-    office.clock.advance(1.0)
-    assert office.look() == 2
-    assert len(office.lines) == 2
-    oracle.left.add("m")
-    said = len(office.server.names())
-    office.look()
-    assert office.server.names()[said:][:3] == ["PrepareRetrieve", "CommitRetrieve", "EndSession"]
-
-
-def test_a_loss_before_the_answers_is_noticed_by_the_next_call(office: Office) -> None:
-    office.server.on(p.FreeLookupLocks, silence)
+def test_a_loss_before_the_answer_is_noticed_by_the_next_call(office: Office) -> None:
+    office.server.on(p.EndSession, silence)
     office.look()
     office.lines[0].lost = True
     with pytest.raises(ConnectionLostError):
         office.look()
 
 
-def test_close_takes_the_answers_before_it_unregisters(office: Office) -> None:
-    office.server.on(p.FreeLookupLocks, late(0.1))
+def test_close_takes_the_answer_before_it_unregisters(office: Office) -> None:
+    office.server.on(p.EndSession, late(0.1))
     office.look()
     office.session.close()
     assert office.server.names()[-5:] == [*LOOKUP, "Unregister"] and office.server.held() == NOTHING
@@ -127,20 +98,6 @@ def test_what_was_read_is_committed_before_the_end_is_sent(office: Office) -> No
         assert "EndSession" not in office.server.names()
     assert office.server.names()[-2:] == ["CommitRetrieve", "EndSession"]
     assert office.server.held() == NOTHING
-
-
-def test_a_call_that_failed_is_finished_at_once(office: Office) -> None:
-    office.server.on(p.FreeLookupLocks, late(0.1))
-    began = office.clock.now
-
-    def fail() -> None:
-        with office.call() as operation:
-            ReadLease(operation, READ_TTL, shm=True, clock=office.clock).acquire()
-            raise ValueError("of the caller")
-
-    with pytest.raises(ValueError, match="of the caller"):
-        fail()
-    assert office.clock.now == pytest.approx(began + 0.1)
 
 
 def test_a_store_leaves_the_answer_to_its_end(office: Office) -> None:

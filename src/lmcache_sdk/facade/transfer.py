@@ -51,8 +51,11 @@ _INLINE_BATCH: Final = 32 * 2**20
 """Bytes of one inline message: bounds what both sides hold besides the tensor."""
 _RANGES_AHEAD: Final = 2
 """Inline ranges asked for and not received: the server makes one while it sends another."""
-_STORE_BATCH: Final = 32 * 2**20
-"""Bytes of slots reserved at a time."""
+_STORE_BATCH: Final = (32 * 2**20, 256 * 2**20)
+"""The fewest and the most bytes of slots reserved at a time. Few large batches are fast: every request costs the server
+the whole token list."""
+_POOL_SHARE: Final = 32
+"""What part of the pool one batch may take, between those: the larger it is, the more a crash can block."""
 _BATCHES_AHEAD: Final = 2
 """Batches of a store on their way at a time; what a crash in mid-store can block for the write TTL is that many."""
 
@@ -318,7 +321,9 @@ def write_range(
     chunk_size = endpoint.identity.chunk_size
     prepared: deque[Reservation] = deque()
     committed: deque[Reservation] = deque()
-    for offset, count in batches(num_chunks, layout.chunk_nbytes(chunk_size), _STORE_BATCH):
+    fewest, most = _STORE_BATCH
+    limit = min(max(fewest, pool.size // _POOL_SHARE), most)
+    for offset, count in batches(num_chunks, layout.chunk_nbytes(chunk_size), limit):
         reservation = Reservation(operation, first_chunk + offset, count, endpoint.write_ttl)
         reservation.prepare(KVSlotWriter(kv, first_chunk + offset, count, layout, chunk_size, pool))
         prepared.append(reservation)

@@ -16,9 +16,8 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from lmcache_sdk.errors import (
     ConnectError,
@@ -35,11 +34,8 @@ from lmcache_sdk.session.transport import Transport
 from lmcache_sdk.values import InstanceId, override
 
 R = TypeVar("R")
-Trailing = Callable[[bool], bool]
-"""Ends an operation if its answers have come, or if it must; whether it is ended."""
 
 _log = logging.getLogger("lmcache_sdk.session")
-_MAX_TRAILING: Final = 16
 
 
 class Channel:
@@ -52,7 +48,6 @@ class Channel:
         """Whether it is broken because the server went away."""
         self.kept: bool = False
         """Not to be given to another operation: a reservation that is open waits for its answer here."""
-        self._trailing: deque[Trailing] = deque()
         self._transport = transport
         self._tracing = tracing()
 
@@ -107,20 +102,6 @@ class Channel:
                 self._take(frames)
         except (ConnectionLostError, ConnectError):
             self.broken = self.lost = True
-
-    def leave(self, trailing: Trailing) -> None:
-        """Leaves the end of an operation, whose requests were sent, to whoever uses the channel next."""
-        self._trailing.append(trailing)
-
-    def work_off(self, *, everything: bool = False) -> None:
-        """Ends the operations that left their end here, in order, as far as their answers have come; those that have
-        waited long, or when `everything` is asked for, all the same. One that becomes a debt keeps the channel: the
-        others stay behind it.
-        """
-        while self._trailing and not self.kept:
-            if not self._trailing[0](everything or len(self._trailing) > _MAX_TRAILING):
-                return
-            self._trailing.popleft()
 
     def await_answers(self, deadline: Deadline) -> None:
         """Takes replies until none is missing, or the deadline passed."""
@@ -177,15 +158,11 @@ class ChannelPool:
                 self.give_back(channel)
 
     def _take_idle(self, step: str) -> Channel | None:
-        while True:
-            with self._lock:
-                channel = self._idle.pop() if self._idle else None
-            if channel is None:
-                return None
-            channel.drain()  # a server that went away while the channel was idle is noticed here
-            channel.work_off()
-            if not channel.kept:
-                break
+        with self._lock:
+            channel = self._idle.pop() if self._idle else None
+        if channel is None:
+            return None
+        channel.drain()  # a server that went away while the channel was idle is noticed here
         if channel.broken:
             self.give_back(channel)
             raise ConnectionLostError(f"{step}: the server went away since the last call", fate=Fate.NOT_SENT)
@@ -205,12 +182,11 @@ class ChannelPool:
             channel.close()
 
     def settle(self, deadline: Deadline) -> None:
-        """Waits, for a time, for the answers that idle channels are still to get, and does what trails behind them."""
+        """Waits, for a time, for the answers that idle channels are still to get."""
         with self._lock:
             idle, self._idle = self._idle, []
         for channel in idle:
             channel.await_answers(deadline)
-            channel.work_off(everything=True)
             self.give_back(channel)
 
     def say_goodbye(self, instances: Sequence[InstanceId], linger: float) -> None:

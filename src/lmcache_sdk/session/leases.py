@@ -162,23 +162,6 @@ class ReadLease:
 
     # ---- giving back ------------------------------------------------------------------------------------------------
 
-    def release_early(self) -> bool:
-        """Sends FREE_LOOKUP_LOCKS without waiting, when that is all that is left to do."""
-        if self._machine.state is LeaseState.HELD and not self._prepared:
-            self._send_free()
-        return self._machine.state in (LeaseState.HELD, LeaseState.RELEASED) and not self._prepared
-
-    @property
-    def answered(self) -> bool:
-        """Whether FREE_LOOKUP_LOCKS has been answered, if it was sent."""
-        return self._free is None or self._free.settled
-
-    def _send_free(self) -> None:
-        rest = self.num_chunks - self._num_prepared
-        if rest and self._free is None:
-            key = self._operation.key(self._num_prepared, rest, worker_id=None)
-            self._free = self._operation.submit(FreeLookupLocks(key=key))
-
     def fulfil(self, deadline: Deadline) -> bool:
         """Gives back what is still held; see `Obligation`."""
         if self._machine.state is LeaseState.WAITING:
@@ -252,7 +235,9 @@ class ReadLease:
 
     def _free_rest(self, deadline: Deadline) -> bool:
         rest = self.num_chunks - self._num_prepared
-        self._send_free()
+        if rest and self._free is None:
+            key = self._operation.key(self._num_prepared, rest, worker_id=None)
+            self._free = self._operation.submit(FreeLookupLocks(key=key))
         if self._free is not None and self._operation.settle(self._free, deadline.capped(_FREE_SECONDS)) is None:
             return self._free_by_reading(deadline)
         self._machine.record(Event.FREED if rest else Event.COMMITTED)

@@ -38,13 +38,6 @@ class Obligation(Protocol):
     def fulfil(self, deadline: Deadline) -> bool:
         """Goes on giving it back, as far as answers come; whether nothing is owed any more. Raises no error of ours."""
 
-    def release_early(self) -> bool:
-        """Sends what gives it back, without waiting, if one request in order does that; whether it was sent."""
-
-    @property
-    def answered(self) -> bool:
-        """Whether everything that was sent to give it back has been answered."""
-
     stuck: str
     """Why only the server's TTL can end it; empty while an answer can."""
 
@@ -190,20 +183,6 @@ class Operation:
         if self._fulfil_all(Deadline.after(0.0)):
             self._send_end()
 
-    def release_early(self) -> bool:
-        """Sends what gives everything back, and END_SESSION behind it, without waiting, where the server handles them
-        in order; whether it could. Its answers are taken, and what they ask for is done, by `finish`.
-        """
-        if not self.in_order or self.channel.broken:
-            return False
-        try:
-            if not all(obligation.release_early() for obligation in self._obligations):
-                return False
-        except TransportError:
-            return False
-        self._send_end()
-        return True
-
     def _fulfil_all(self, deadline: Deadline) -> bool:
         while self._obligations and not self.channel.broken:
             obligation = self._obligations[0]
@@ -240,11 +219,6 @@ class Operation:
             with contextlib.suppress(KVCacheSDKError):
                 # it cancels nothing, and nothing of this session follows any more
                 self.channel.submit(EndSession(request_id=self.request_id))
-
-    @property
-    def answered(self) -> bool:
-        """Whether everything that was sent to give something back has been answered."""
-        return all(obligation.answered for obligation in self._obligations)
 
     @property
     def stuck(self) -> str:

@@ -170,15 +170,6 @@ class Reservation:
                 "s (a suspended process, or a copy that took too long); nothing was published"
             )
 
-    def release_early(self) -> bool:
-        """Never: what is owed is to write."""
-        return self._machine.state in _DONE
-
-    @property
-    def answered(self) -> bool:
-        """Whether it is over."""
-        return self._machine.state in _DONE
-
     # ---- what an interrupted call leaves ----------------------------------------------------------------------------
 
     def fulfil(self, deadline: Deadline) -> bool:

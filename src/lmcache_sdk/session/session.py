@@ -21,7 +21,7 @@ from lmcache_sdk.errors import ConnectionLostError, Fate, KVCacheSDKError, Sessi
 from lmcache_sdk.protocol import Dialect, Registered, Unregister
 from lmcache_sdk.session import registration
 from lmcache_sdk.session.addresses import Addresses
-from lmcache_sdk.session.channel import Channel, ChannelPool, Trailing
+from lmcache_sdk.session.channel import Channel, ChannelPool
 from lmcache_sdk.session.deadline import Deadline, boot_time
 from lmcache_sdk.session.debts import DebtBook
 from lmcache_sdk.session.gate import KeyGate
@@ -37,8 +37,6 @@ _log = logging.getLogger("lmcache_sdk.session")
 CLOSE_SECONDS: Final = 1.2
 """The budget of close for calls in flight and for what earlier calls owe; UNREGISTER has CLEANUP_SECONDS of its own."""
 _ABANDON_LINGER: Final = 0.1
-_PATIENCE_SECONDS: Final = 0.5
-"""After which an answer that nobody waited for is waited for, and its absence looked into."""
 _ANSWER_SECONDS: Final = 0.2
 """What close gives to answers that nobody waited for; some never come."""
 _DEBT_SECONDS: Final = 0.05
@@ -136,45 +134,26 @@ class Session:
             if exclusive:
                 self._keep_alive(channel, identity.instance_id, deadline, name)
             made = Operation(name, channel, identity, tokens, cache_salt, deadline, self.probe, in_order=self.in_order)
-            succeeded = False
             try:
                 yield made
-                succeeded = True
             finally:
-                self._finish(made, key, early=succeeded)
+                self._finish(made, key)
 
-    def _finish(
-        self, operation: Operation, key: Hashable, seconds: float = CLEANUP_SECONDS, *, early: bool = False
-    ) -> None:
+    def _finish(self, operation: Operation, key: Hashable) -> None:
         """Ends an operation within the clean-up budget, or keeps it as a debt with its channel.
 
-        `early`: only sends what ends it, if that can be; whoever uses the channel next does the rest. Does nothing in a
-        forked child, where an open view of the parent's may be left, too.
+        Does nothing in a forked child, where an open view of the parent's may be left, too.
         """
         if os.getpid() != self._pid:
             return
-        if early and operation.release_early():
-            operation.channel.leave(self._trailing(operation, key))
-            return
         finished = False
         try:
-            finished = operation.finish(Deadline.after(seconds))
+            finished = operation.finish(Deadline.after(CLEANUP_SECONDS))
         finally:
             if not finished and operation.owing:
                 operation.channel.kept = True
                 self._debts.add(key, operation)
             self._tainted = self._tainted or (operation.forbids_unregister and operation.channel.broken)
-
-    def _trailing(self, operation: Operation, key: Hashable) -> Trailing:
-        sent_at = boot_time()
-
-        def end(must: bool) -> bool:
-            if not (must or operation.answered or boot_time() - sent_at > _PATIENCE_SECONDS):
-                return False
-            self._finish(operation, key, _DEBT_SECONDS)
-            return True
-
-        return end
 
     def _keep_alive(self, channel: Channel, instance_id: InstanceId, deadline: Deadline, step: str) -> None:
         """Registers the same instance again when it was idle for long: no heartbeat, and no PING, which would shorten
