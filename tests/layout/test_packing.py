@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, ClassVar
 
 import numpy as np
@@ -243,19 +244,49 @@ class TestCheckOut:
             check_out(given_, LAYOUT, 16)
 
 
+def forbid_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's copy is called by nobody."""
+
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("a kernel of torch")
+
+    monkeypatch.setattr(torch.Tensor, "copy_", refuse)
+
+
+class TestLittle:
+    """A copy of a few megabytes at most in long pieces: one call a piece, and no thread of torch's is woken."""
+
+    @pytest.mark.parametrize(("hidden", "calls"), [(512, 12), (4096, 12)])
+    def test_pieces_are_moved_by_this_thread(self, monkeypatch: pytest.MonkeyPatch, hidden: int, calls: int) -> None:
+        source, run = kv(2, 3, 16, hidden), torch.zeros(2, 2, 3, 8, hidden, dtype=torch.bfloat16)
+        moved: list[int] = []
+        move = ctypes.memmove
+
+        def counted(to: int, of: int, nbytes: int) -> None:
+            moved.append(nbytes)
+            move(to, of, nbytes)
+
+        monkeypatch.setattr(ctypes, "memmove", counted)
+        forbid_kernels(monkeypatch)
+        pack(source, 0, run)
+        monkeypatch.undo()
+        assert moved == [8 * hidden * 2] * calls
+        assert raw_bytes(run.movedim(0, 2).reshape(2, 3, 16, hidden)) == raw_bytes(source)
+
+    @pytest.mark.parametrize("source", [kv(2, 3, 16, 64), kv(2, 3, 2048, 1024)], ids=["short pieces", "many bytes"])
+    def test_the_rest_is_torchs(self, monkeypatch: pytest.MonkeyPatch, source: torch.Tensor) -> None:
+        forbid_kernels(monkeypatch)
+        run = torch.zeros(2, *source.shape[:2], source.size(2) // 2, source.size(3), dtype=source.dtype)
+        with pytest.raises(RuntimeError, match="a kernel of torch"):
+            pack(source, 0, run)
+
+
 class TestInAForkedChild:
     """Where torch's kernels may hang or fail, whoever calls them: bytes are moved without them."""
 
     @pytest.fixture(autouse=True)
     def child(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packing, "_PID", -1)
-
-    @staticmethod
-    def forbid_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(*_: object, **__: object) -> torch.Tensor:
-            raise RuntimeError("a kernel of torch")
-
-        monkeypatch.setattr(torch.Tensor, "copy_", refuse)
 
     @pytest.mark.parametrize("shape", [(2, 3, 32, 64), (1, 3, 32, 64), (2, 1, 32, 64), (2, 3, 8, 64)])
     def test_whole_rows_are_moved_without_torch(
@@ -264,7 +295,7 @@ class TestInAForkedChild:
         source = kv(*shape)
         chunks = shape[2] // 8
         run, back, copy = torch.zeros(chunks, *shape[:2], 8, 64, dtype=source.dtype), torch.zeros_like(source), None
-        self.forbid_kernels(monkeypatch)
+        forbid_kernels(monkeypatch)
         pack(source, 0, run)
         unpack([run], back, 0)
         copy = packing.copied(source[:, :, 1:7])
@@ -278,7 +309,7 @@ class TestInAForkedChild:
         wide = kv(2, 3, 64, 128)
         source = wide[:, :, ::2, :64]
         run = torch.zeros(4, 2, 3, 8, 64, dtype=source.dtype)
-        self.forbid_kernels(monkeypatch)
+        forbid_kernels(monkeypatch)
         pack(source, 0, run)
         monkeypatch.undo()
         assert raw_bytes(run.movedim(0, 2).reshape(2, 3, 32, 64)) == raw_bytes(source)

@@ -147,3 +147,16 @@ def test_a_forked_child_writes_to_a_copy() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert view[0] == 1
+
+
+def test_the_memory_of_messages_is_kept_within_the_limit() -> None:
+    pool = BufferPool(1000)
+    first, second = memoryview(bytearray(400)), memoryview(bytearray(600))
+    pool.keep_messages([first, second])
+    assert pool.take_message(500) is None
+    assert pool.take_message(600) is second and pool.take_message(600) is None
+    pool.keep_messages([memoryview(bytearray(1001))])
+    assert pool.take_message(1001) is None and pool.take_message(400) is first
+    pool.keep_messages([first])
+    pool.close()
+    assert pool.take_message(400) is None

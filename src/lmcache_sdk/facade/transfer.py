@@ -341,22 +341,27 @@ def write_range(
 def _write_inline(
     endpoint: Endpoint, operation: Operation, layout: KVLayout, kv: torch.Tensor, first_chunk: int, num_chunks: int
 ) -> Iterator[tuple[int, ...]]:
-    """The same in messages: one is written while the server takes the one before; their memory is used again."""
+    """The same in messages: one is written while the server takes the one before; their memory is used again, also by
+    the next store.
+    """
     chunk_size, form = endpoint.identity.chunk_size, endpoint.payload_form
     nbytes = layout.chunk_nbytes(chunk_size)
     limit = min(_INLINE_BATCH, max_chunks_per_payload(layout, chunk_size) * nbytes)
     sent: deque[tuple[Reservation, memoryview]] = deque()
     free: list[memoryview] = []
+    buffers = endpoint.buffers
     for offset, count in batches(num_chunks, nbytes, limit):
         if len(sent) == _BATCHES_AHEAD:
             reservation, frame = sent.popleft()
             yield reservation.verdict()
             free.append(frame)  # answered: the server has all of it
         size = payload_frame_nbytes(layout, chunk_size, count, form)
-        frame = free.pop() if free and len(free[-1]) == size else message_buffer(size)
+        frame = free.pop() if free and len(free[-1]) == size else buffers.take_message(size) or message_buffer(size)
         write_payload_into(frame, kv, layout, chunk_size, first_chunk + offset, count, form)
         reservation = Reservation(operation, first_chunk + offset, count, endpoint.write_ttl)
         reservation.send_inline(frame)
         sent.append((reservation, frame))
-    for reservation, _ in sent:
+    for reservation, frame in sent:
         yield reservation.verdict()
+        free.append(frame)
+    buffers.keep_messages(free[-_BATCHES_AHEAD:])

@@ -25,6 +25,12 @@ _PID: Final = os.getpid()
 _SERIAL_ELEMENTS: Final = 32_768
 """Elements up to which torch copies in the calling thread (its GRAIN_SIZE)."""
 _MIN_RUN_NBYTES: Final = 64
+_ALONE_NBYTES: Final = 4 * 2**20
+"""Bytes up to which this thread moves them alone: to wake torch's others, on cores that a server is using, can take a
+time slice, which is longer.
+"""
+_LONG_RUN_NBYTES: Final = 4096
+"""Pieces from which one call each is worth it."""
 
 _AXES = ((KV, "planes"), (LAYER, "layers"), (HIDDEN, "elements per token and layer"))
 
@@ -136,35 +142,46 @@ def _elements_apart(tensor: torch.Tensor) -> bool:
 
 
 def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
+    """Moves bytes. In a forked child torch's threads exist in the parent only: a kernel that asks for them waits for
+    ever, and the first one of a thread can find the pool of threads in pieces; so as little of torch as can be.
+    """
     # copy_ would broadcast another shape and convert another dtype, and say nothing
     if source.shape != out.shape or source.dtype != out.dtype:
         expected, found = (f"{list(each.shape)} {each.dtype}" for each in (out, source))
         raise ShapeMismatchError(f"expected {expected}, found {found}", expected=expected, found=found)
-    if os.getpid() == _PID:
+    in_child = os.getpid() != _PID
+    nbytes = source.numel() * itemsize(source.dtype)
+    if not in_child and nbytes > _ALONE_NBYTES:
         out.copy_(source)
-    else:
-        _copy_in_child(source, out)
+        return
+    run, axes = _run_of(source, out)
+    if run < (_MIN_RUN_NBYTES if in_child else _LONG_RUN_NBYTES):
+        _copy_in_pieces(source, out) if in_child else out.copy_(source)
+        return
+    for to, of in _places(source, out, axes):
+        ctypes.memmove(to, of, run)
 
 
-def _copy_in_child(source: torch.Tensor, out: torch.Tensor) -> None:
-    """For a forked child, where torch's threads exist in the parent only: a kernel that asks for them waits for ever,
-    and the first one of a thread can find the pool of threads in pieces. Bytes are moved without torch, if they lie in
-    runs that are worth it.
+def _run_of(source: torch.Tensor, out: torch.Tensor) -> tuple[int, int]:
+    """How many bytes lie in one piece in both tensors, and how many leading axes stand before them; (0, 0) where bytes
+    cannot be moved without torch.
     """
+    if source.is_neg() or {source.device.type, out.device.type} != {"cpu"}:
+        return 0, 0
     axis, run = source.dim(), 1
     while axis and all(each.size(axis - 1) == 1 or each.stride(axis - 1) == run for each in (source, out)):
         axis -= 1
         run *= source.size(axis)
-    nbytes = run * itemsize(source.dtype)
-    if nbytes < _MIN_RUN_NBYTES or source.is_neg() or {source.device.type, out.device.type} != {"cpu"}:
-        _copy_in_pieces(source, out)
-        return
+    return run * itemsize(source.dtype), axis
+
+
+def _places(source: torch.Tensor, out: torch.Tensor, axes: int) -> list[tuple[int, int]]:
+    """The addresses in both tensors of every piece."""
     places = [(out.data_ptr(), source.data_ptr())] if source.numel() else []
-    for outer in range(axis):
+    for outer in range(axes):
         steps = [each.stride(outer) * itemsize(each.dtype) for each in (out, source)]
         places = [(to + i * steps[0], of + i * steps[1]) for to, of in places for i in range(source.size(outer))]
-    for to, of in places:
-        ctypes.memmove(to, of, nbytes)
+    return places
 
 
 def _copy_in_pieces(source: torch.Tensor, out: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import attrs
@@ -50,6 +51,8 @@ class BufferPool:
         """Keys of buffers whose views have died. Views die anywhere, also inside a block that holds the lock, so their
         callbacks take no lock; they append here, and whoever holds the lock next sorts them in."""
         self._next_key = 0
+        self._messages: list[memoryview] = []
+        """Of the last inline store: what is written into zmq's own messages needs no copy."""
 
     def lend(self, nbytes: int) -> memoryview | None:
         """Writable memory of exactly that many bytes, with any content; None when it should come from elsewhere."""
@@ -88,10 +91,25 @@ class BufferPool:
         while sum(map(len, self._idle)) > self._max_idle_nbytes:
             self._idle.pop(0)
 
+    def keep_messages(self, messages: Sequence[memoryview]) -> None:
+        """Keeps the memory of inline stores, in the place of what was kept before: nobody else may have it any more."""
+        with self._lock:
+            if sum(map(len, messages)) <= self._max_idle_nbytes:
+                self._messages = list(messages)
+
+    def take_message(self, nbytes: int) -> memoryview | None:
+        """Kept memory of exactly that many bytes, with any content."""
+        with self._lock:
+            for index, message in enumerate(self._messages):
+                if len(message) == nbytes:
+                    return self._messages.pop(index)
+        return None
+
     def close(self) -> None:
         """Drops what is idle, and what is lent once it comes back."""
         with self._lock:
             self._max_idle_nbytes = 0
+            self._messages.clear()
             self._sort_in()
 
     @property
