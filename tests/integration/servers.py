@@ -167,8 +167,14 @@ class RealServer:
         return document
 
     def held(self) -> Held:
-        """The locks, sessions, jobs and registrations it holds now."""
-        return Held.from_status(self.status())
+        """The locks, sessions, jobs and registrations it holds now.
+
+        Clients do not wait for the answer to END_SESSION, so sessions that go in a moment are not counted.
+        """
+        end = time.monotonic() + 0.3
+        while (now := Held.from_status(self.status())).sessions and time.monotonic() < end:
+            time.sleep(0.01)
+        return now
 
     def wait_until_held(self, expected: Held, timeout: float = 2.0) -> Held:
         """Wait, bounded, until it holds what is expected; what it holds at the end, for the caller to compare.
