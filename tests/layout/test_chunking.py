@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_sdk.layout import batches, chunk_range, tail_tokens, token_range, whole_chunks
+from lmcache_sdk.layout import batches, chunk_range, consecutive, tail_tokens, token_range, whole_chunks
 from lmcache_sdk.values import TokenRange
 
 sizes = st.integers(1, 2000)
@@ -43,3 +45,12 @@ def test_a_chunk_is_in_range_exactly_when_all_its_tokens_are(start: int, length:
     for chunk in nearby:
         inside = start <= chunk * chunk_size and (chunk + 1) * chunk_size <= start + length
         assert (chunk in found) == inside
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_consecutive_indices_become_runs_as_long_as_they_can_be(chunks: set[int]) -> None:
+    indices = sorted(chunks)
+    found = list(consecutive(indices))
+    assert [chunk for first, count in found for chunk in range(first, first + count)] == indices
+    assert all(count >= 1 for _, count in found)
+    assert all(first + count < after for (first, count), (after, _) in itertools.pairwise(found))
