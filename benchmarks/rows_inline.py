@@ -8,7 +8,7 @@ from typing import Final
 from benchmarks.content import CHUNK
 from benchmarks.figures import Line, at_least
 from benchmarks.plan import Plan
-from benchmarks.rows_shm import CONTENT, Samples, stored
+from benchmarks.rows_shm import CONTENT, Samples, stored, turns
 from benchmarks.stage import Stage, new_seed
 
 _MOST_BYTES: Final = 350 * 2**20
@@ -29,16 +29,15 @@ def store(stage: Stage, plan: Plan) -> Iterator[Line]:
             for peer in (ours, official):
                 peer.ask("make", shape=case.shape, content=CONTENT)
             samples = Samples()
-            for repetition in range(-1, _repeats(plan)):
-                for peer in (ours, official):
-                    stage.clear()
-                    seed = new_seed()
-                    seconds = peer.seconds("store", seed=seed, count=case.count)
-                    ours.ask("lookup", seed=seed, count=case.count, calls=1, expect=case.count)
-                    first = case.geometry.shape(CHUNK)
-                    ours.ask("retrieve", seed=seed, count=CHUNK, shape=first, content=CONTENT, mode="drop")
-                    if repetition >= 0:
-                        samples.add(peer.side, seconds)
+            for peer, counts in turns((ours, official), _repeats(plan), warm_up=1):
+                stage.clear()
+                seed = new_seed()
+                answer = peer.ask("store", seed=seed, count=case.count)
+                ours.ask("lookup", seed=seed, count=case.count, calls=1, expect=case.count)
+                first = case.geometry.shape(CHUNK)
+                ours.ask("retrieve", seed=seed, count=CHUNK, shape=first, content=CONTENT, mode="drop")
+                if counts:
+                    samples.add_answer(peer.side, answer)
         yield Line(
             row="inline store",
             case=case.name,
@@ -55,11 +54,10 @@ def retrieve(stage: Stage, plan: Plan) -> Iterator[Line]:
         with stage.both(case.geometry) as (ours, official):
             order = stored(stage, case)
             samples = Samples()
-            for repetition in range(-1, _repeats(plan)):
-                for peer in (ours, official):
-                    seconds = peer.seconds("retrieve", **order, mode="drop")
-                    if repetition >= 0:
-                        samples.add(peer.side, seconds)
+            for peer, counts in turns((ours, official), _repeats(plan), warm_up=1):
+                answer = peer.ask("retrieve", **order, mode="drop")
+                if counts:
+                    samples.add_answer(peer.side, answer)
         yield Line(
             row="inline retrieve",
             case=case.name,

@@ -7,7 +7,7 @@ from typing import Final
 
 from benchmarks.figures import Line, at_least, at_most
 from benchmarks.plan import Case, Plan
-from benchmarks.stage import TINY, Stage, new_seed
+from benchmarks.stage import TINY, Answer, Peer, Stage, new_seed
 
 CONTENT: Final = 11
 _WARM_UP: Final = 2
@@ -34,6 +34,11 @@ class Samples:
         for name, seconds in taken.items():
             self.add(name, seconds)
 
+    def add_answer(self, side: str, answer: Answer) -> None:
+        """Seconds and page faults of one worker's answer."""
+        self.add(side, answer["seconds"])
+        self.add(f"{side} faults", answer["faults"] / _MS)
+
     def __getitem__(self, name: str) -> list[float]:
         return self._taken[name]
 
@@ -44,6 +49,13 @@ class Samples:
     def all(self) -> dict[str, Sequence[float]]:
         """Everything, for the results file."""
         return dict(self._taken)
+
+
+def turns(peers: Sequence[Peer], repeats: int, *, warm_up: int = 0) -> Iterator[tuple[Peer, bool]]:
+    """Each worker in its turn, again and again, and whether the turn counts: the first `warm_up` rounds do not."""
+    for repetition in range(-warm_up, repeats):
+        for peer in peers:
+            yield peer, repetition >= 0
 
 
 def _order(case: Case) -> dict[str, object]:
@@ -94,12 +106,10 @@ def retrieve_kept(stage: Stage, plan: Plan) -> Iterator[Line]:
         with stage.both(case.geometry) as (ours, official):
             order = stored(stage, case)
             samples = Samples()
-            for repetition in range(-1, plan.repeats):
-                for peer in (ours, official):
-                    answer = peer.ask("retrieve", **order, mode="keep")
-                    if repetition >= 0:
-                        samples.add(peer.side, answer["seconds"])
-                        samples.add(f"{peer.side} faults", answer["faults"] / _MS)
+            for peer, counts in turns((ours, official), plan.repeats, warm_up=1):
+                answer = peer.ask("retrieve", **order, mode="keep")
+                if counts:
+                    samples.add_answer(peer.side, answer)
         yield Line(
             row="shm retrieve kept",
             case=case.name,
@@ -164,11 +174,8 @@ def store_new_slots(stage: Stage, plan: Plan) -> Iterator[Line]:
             samples = Samples()
             for peer in (ours, official):
                 peer.ask("make", shape=case.shape, content=CONTENT)
-            for _ in range(plan.repeats):
-                for peer in (ours, official):
-                    answer = peer.ask("store", seed=new_seed(), count=case.count)
-                    samples.add(peer.side, answer["seconds"])
-                    samples.add(f"{peer.side} faults", answer["faults"] / _MS)
+            for peer, _ in turns((ours, official), plan.repeats):
+                samples.add_answer(peer.side, peer.ask("store", seed=new_seed(), count=case.count))
         yield Line(
             row="shm store, new slots",
             case=case.name,

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from lmcache_sdk.layout import KVLayout, write_payload
+from lmcache_sdk.layout import KVLayout, payload_frame_nbytes, write_payload_into
 from lmcache_sdk.protocol import PayloadForm
 
 from . import documents, frames, payloads
@@ -41,7 +41,8 @@ def payload_seeds() -> Iterator[tuple[str, bytes]]:
         layout = KVLayout(num_layers=1, dtype=dtype, hidden_dim=2)
         kv = torch.zeros(2, 1, 4, 2, dtype=torch.uint8).to(dtype)
         for chunks in (1, 2):
-            frame = write_payload(kv, layout, 2, 0, chunks, PayloadForm.PICKLE)
+            frame = bytearray(payload_frame_nbytes(layout, 2, chunks, PayloadForm.PICKLE))
+            write_payload_into(memoryview(frame), kv, layout, 2, 0, chunks, PayloadForm.PICKLE)
             yield f"by-hand-{chunks}-{dtype}", bytes([payloads.STORED]) + bytes(frame[frame.index(0x80) :])
     for name, payload in _short_payloads():
         yield f"short-{name}", bytes([1 << payloads.COUNT_SHIFT]) + payload

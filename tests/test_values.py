@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_sdk.values import MAX_TOKEN_ID, TokenIds, TokenRange
+from lmcache_sdk.values import MAX_TOKEN_ID, TokenIds
 
 TOKENS = st.lists(st.integers(min_value=0, max_value=MAX_TOKEN_ID), max_size=50)
 
@@ -83,8 +83,3 @@ def test_tokens_do_not_share_the_memory_of_what_they_were_made_of() -> None:
 
 def test_repr_tells_the_number_and_no_token() -> None:
     assert repr(TokenIds([7, 8])) == "<TokenIds 2 tokens>"
-
-
-def test_token_range() -> None:
-    assert TokenRange(256, 768).num_tokens == 512
-    assert TokenRange(3, 3).num_tokens == 0

@@ -1,4 +1,4 @@
-"""Values that every layer speaks: identities, token ids, token ranges. No I/O, no wire form, no tensor.
+"""Values that every layer speaks: identities, token ids. No I/O, no wire form, no tensor.
 
 `TokenIds` is validated once, when made; whoever receives one does not check it again.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import array
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, NewType
-
-import attrs
 
 if TYPE_CHECKING:
     from typing_extensions import override as override  # noqa: PLC0414  # re-exported
@@ -97,16 +95,3 @@ class TokenIds:
     @override
     def __repr__(self) -> str:
         return f"<TokenIds {len(self)} tokens>"
-
-
-@attrs.frozen
-class TokenRange:
-    """A half-open range of token positions, `start` included, `end` not."""
-
-    start: int
-    end: int
-
-    @property
-    def num_tokens(self) -> int:
-        """How many positions the range covers."""
-        return self.end - self.start

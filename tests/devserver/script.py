@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from lmcache_sdk import protocol as p
-from lmcache_sdk.layout import read_payload, slot_view
+from lmcache_sdk.layout import read_payload, slot_runs
 from tests.devserver.raw import (
     CHUNK,
     RawClient,
@@ -229,5 +229,6 @@ class Script:
 
     def _view(self, slot: p.Slot) -> torch.Tensor:
         assert self._pool is not None
-        view = memoryview(self._pool)
-        return slot_view(view, offset=slot.offset, length=slot.length, shape=slot.shape, dtype_name=slot.dtype)
+        tokens = slot.shape[-2]  # another engine may have registered chunks of another length
+        [run] = slot_runs(memoryview(self._pool), [slot], tokens)
+        return run.view(slot.shape)

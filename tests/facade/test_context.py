@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 import time
 import warnings
@@ -29,6 +28,7 @@ from lmcache_sdk import protocol as p
 from tests.facade.rig import CHUNK, TOKENS, Rig, kv, raw, status_entry
 from tests.fix_fake_server import NOTHING, FakeServer
 from tests.fix_faults import ignored, late, silence
+from tests.fix_forks import in_child
 from tests.session.pages import status_page
 from tests.session.ports import page
 
@@ -178,29 +178,6 @@ def test_many_cycles_leave_nothing(rig: Rig) -> None:
 # ---- forked ----------------------------------------------------------------------------------------------------------
 
 
-def _in_child(work: Callable[[], None]) -> int:
-    """Runs something in a forked child; its exit code, 0 when nothing was raised."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks of threads, which this tests
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    pytest.fail("the child did not end")
-
-
 def test_a_forked_child_is_told_so_at_once_and_harms_nobody(rig: Rig) -> None:
     cached = rig.cache(2)
     ctx = rig.connect(10)
@@ -213,7 +190,7 @@ def test_a_forked_child_is_told_so_at_once_and_harms_nobody(rig: Rig) -> None:
         ctx.close()
         assert time.monotonic() - began < 5
 
-    assert _in_child(work) == 0
+    assert in_child(work) == 0
     found = ctx.retrieve(TOKENS)
     assert found is not None and torch.equal(found, cached)
     ctx.close()
@@ -230,7 +207,7 @@ def test_a_forked_child_connects_for_itself(rig: Rig) -> None:
             found = own.retrieve(TOKENS)
             assert found is not None and torch.equal(found, cached)
 
-    assert _in_child(work) == 0
+    assert in_child(work) == 0
     assert ctx.retrieve(TOKENS) is not None
     assert rig.server.held() == NOTHING
 

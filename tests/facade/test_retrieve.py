@@ -25,6 +25,8 @@ pytestmark = pytest.mark.usefixtures("hasty")
 
 SHORT: Final = 0.4
 """A timeout that is meant to pass."""
+LATER: Final = 1.5
+"""The same where steps are to be made before it passes, on a slow machine too."""
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ STEPS: Final = [
 @pytest.mark.parametrize(("kind", "step"), STEPS)
 def test_silence_is_a_timeout_that_names_its_step(rig: Rig, kind: type[p.Request[Any]], step: str) -> None:
     rig.cache(2)
-    ctx = rig.connect(call_timeout=SHORT)
+    ctx = rig.connect(call_timeout=LATER)
     rig.server.on(kind, silence)
     with pytest.raises(DeadlineExceededError) as caught:
         ctx.retrieve(TOKENS)
@@ -184,7 +186,7 @@ def test_a_lookup_names_itself(rig: Rig) -> None:
 
 def test_a_prefetch_that_never_ends_is_a_timeout(rig: Rig) -> None:
     rig.cache(2)
-    ctx = rig.connect(call_timeout=SHORT)
+    ctx = rig.connect(call_timeout=LATER)
     rig.server.always(p.QueryPrefetchStatus, loading)
     for call in (ctx.lookup, ctx.retrieve):
         with pytest.raises(DeadlineExceededError, match="still loading"):

@@ -206,7 +206,7 @@ def test_a_view_dropped_inside_its_block_warns_and_gives_back(rig: Rig) -> None:
 
 def test_a_server_that_does_not_answer(rig: Rig) -> None:
     rig.cache(2)
-    ctx = rig.connect(timeout=0.4)
+    ctx = rig.connect(call_timeout=0.4)
     rig.server.on(p.PrepareRetrieve, silence)
     with pytest.raises(DeadlineExceededError), ctx.view(TOKENS):
         pass

@@ -62,7 +62,7 @@ def test_leaving(fault: Fault, here: World, how: str, status: int) -> None:
     fault.saw(f"{how}: exit status {status}, registrations +0")
 
 
-def fork_and_check(fault: Fault, here: World, mode: str, expected: str) -> None:
+def fork_and_check(fault: Fault, here: World, mode: str, expected: str) -> dict[str, object]:
     before = here.server.held()
     with script(here, "forks", mode) as child:
         report = said(child)
@@ -73,11 +73,18 @@ def fork_and_check(fault: Fault, here: World, mode: str, expected: str) -> None:
     assert report["before"] is report["after"] is True and report["parent"] == [], report
     here.settled(before)
     fault.saw(f"{mode}: {report['said']} after {report['seconds']:.1f} s; the parent is unharmed")
+    return report
 
 
 @pytest.mark.row("10.5")
 def test_forked_child_uses_the_parents_context(fault: Fault, here: World) -> None:
     fork_and_check(fault, here, "use", "SessionClosedError SessionClosedError SessionClosedError")
+
+
+@pytest.mark.row("10.5")
+def test_forked_child_leaves_the_parents_view(fault: Fault, here: World) -> None:
+    report = fork_and_check(fault, here, "view", "SessionClosedError SessionClosedError no error")
+    assert report["stored"] is report["viewed"] is True, report
 
 
 @pytest.mark.row("10.6")

@@ -17,12 +17,12 @@ from lmcache_sdk.layout import (
     payload_of_tensors,
     read_payload,
     read_stored_payload,
-    write_payload,
     write_payload_into,
 )
 from lmcache_sdk.layout.dtypes import DTYPES
 from lmcache_sdk.layout.pickling import stored_parts
 from lmcache_sdk.protocol import PayloadForm
+from tests.layout.frames import frame_of
 from tests.layout.golden import raw_bytes
 from tests.layout.peers import dumped_elsewhere, loaded_elsewhere
 from tests.layout.strategies import bits, layouts
@@ -60,7 +60,7 @@ def test_what_is_written_is_read_to_the_bit(
     first = data.draw(st.integers(0, total))
     count = data.draw(st.integers(0, total - first))
     kv = kv_of(layout, total * chunk_size, seed=total)
-    frame = write_payload(kv, layout, chunk_size, first, count, form)
+    frame = frame_of(kv, layout, chunk_size, first, count, form)
     assert len(frame) == payload_frame_nbytes(layout, chunk_size, count, form)
     tensors = read_stored_payload(payload_of_frame(frame), form, max_nbytes=count * layout.chunk_nbytes(chunk_size))
     assert len(tensors) == count
@@ -95,7 +95,7 @@ def test_source_tensors_may_be_views_with_gradients(form: PayloadForm) -> None:
     layout = layout_of(torch.float32)
     base = torch.arange(2 * 2 * 8 * 2 * CHUNK, dtype=torch.float32).view(2, 2, 8, 2 * CHUNK).requires_grad_()
     kv = base.transpose(2, 3)
-    frame = write_payload(kv, layout, CHUNK, 1, 1, form)
+    frame = frame_of(kv, layout, CHUNK, 1, 1, form)
     [tensor] = read_stored_payload(payload_of_frame(frame), form, max_nbytes=2**20)
     assert torch.equal(tensor, kv[:, :, CHUNK:].detach())
 
@@ -109,9 +109,7 @@ def test_peers_load_what_we_store() -> None:
         kinds.append(layout_of(dtype, head_dim=len(patterns), num_kv_heads=1))
         numbers = torch.tensor(patterns, dtype=torch.int32).to(torch.int16).view(dtype)
         sources.append(numbers.expand(2, 2, 3 * CHUNK, len(patterns)))
-    frames = [
-        write_payload(kv, layout, CHUNK, 1, 2, PayloadForm.PICKLE) for kv, layout in zip(sources, kinds, strict=True)
-    ]
+    frames = [frame_of(kv, layout, CHUNK, 1, 2, PayloadForm.PICKLE) for kv, layout in zip(sources, kinds, strict=True)]
     answers = loaded_elsewhere([bytes(payload_of_frame(frame)) for frame in frames])
     assert len(answers) == len(DTYPES) + 4
     for (container, tensors), layout, kv in zip(answers, kinds, sources, strict=True):
@@ -149,7 +147,7 @@ def test_we_read_what_peers_dump() -> None:
 
 def test_a_server_is_not_expected_to_send_the_clients_form() -> None:
     layout = layout_of(torch.bfloat16)
-    frame = write_payload(kv_of(layout, CHUNK), layout, CHUNK, 0, 1, PayloadForm.PICKLE)
+    frame = frame_of(kv_of(layout, CHUNK), layout, CHUNK, 0, 1, PayloadForm.PICKLE)
     with pytest.raises(RemoteProtocolError, match=r"'Tensor\.reshape' is not allowed"):
         read_payload(payload_of_frame(frame), PayloadForm.PICKLE, num_tensors=1, max_nbytes=2**20)
 
@@ -180,7 +178,7 @@ def test_a_buffer_of_another_length_is_our_own_mistake(form: PayloadForm) -> Non
             write_payload_into(memoryview(bytearray(wrong)), kv, layout, CHUNK, 0, 1, form)
     buffer = bytearray(length)
     write_payload_into(memoryview(buffer), kv, layout, CHUNK, 0, 1, form)
-    assert buffer == write_payload(kv, layout, CHUNK, 0, 1, form)
+    assert buffer == frame_of(kv, layout, CHUNK, 0, 1, form)
 
 
 @pytest.mark.parametrize("form", PayloadForm)

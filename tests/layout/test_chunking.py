@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_sdk.layout import batches, chunk_range, tail_tokens, token_range, whole_chunks
-from lmcache_sdk.values import TokenRange
+from lmcache_sdk.layout import batches, consecutive, tail_tokens, whole_chunks
 
 sizes = st.integers(1, 2000)
 counts = st.integers(0, 50_000)
@@ -29,17 +30,10 @@ def test_batches_cover_every_chunk_once_in_order(num_chunks: int, chunk_nbytes: 
         assert full == num_chunks or (full + 1) * chunk_nbytes > max_nbytes
 
 
-@given(st.integers(0, 1000), st.integers(0, 1000), sizes)
-def test_token_ranges_and_chunk_ranges_are_inverse(first: int, count: int, chunk_size: int) -> None:
-    tokens = token_range(first, count, chunk_size)
-    assert tokens.num_tokens == count * chunk_size
-    assert list(chunk_range(tokens, chunk_size)) == list(range(first, first + count))
-
-
-@given(counts, counts, sizes)
-def test_a_chunk_is_in_range_exactly_when_all_its_tokens_are(start: int, length: int, chunk_size: int) -> None:
-    found = chunk_range(TokenRange(start, start + length), chunk_size)
-    nearby = range(max(0, start // chunk_size - 1), (start + length) // chunk_size + 2)
-    for chunk in nearby:
-        inside = start <= chunk * chunk_size and (chunk + 1) * chunk_size <= start + length
-        assert (chunk in found) == inside
+@given(st.sets(st.integers(0, 60)))
+def test_consecutive_indices_become_runs_as_long_as_they_can_be(chunks: set[int]) -> None:
+    indices = sorted(chunks)
+    found = list(consecutive(indices))
+    assert [chunk for first, count in found for chunk in range(first, first + count)] == indices
+    assert all(count >= 1 for _, count in found)
+    assert all(first + count < after for (first, count), (after, _) in itertools.pairwise(found))

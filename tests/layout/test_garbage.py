@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_sdk.errors import RemoteProtocolError
-from lmcache_sdk.layout import KVLayout, payload_of_tensors, read_payload, read_stored_payload, write_payload
+from lmcache_sdk.layout import KVLayout, payload_of_tensors, read_payload, read_stored_payload
 from lmcache_sdk.protocol import PayloadForm
+from tests.layout.frames import frame_of
 from tests.layout.golden import payload_of, raw_bytes, tensor_payloads
 from tests.layout.strategies import bits
 
@@ -22,7 +23,7 @@ ONE = payload_of(GOLDEN["0.5.6-one_bfloat16_2_1_4_2"])
 TWO = payload_of(GOLDEN["0.5.6-two_bf16_2_1_4_2"])
 FP8 = payload_of(GOLDEN["0.5.6-one_float8_e4m3fn_2_1_4_2"])
 LAYOUT = KVLayout(num_layers=1, dtype=torch.bfloat16, num_kv_heads=1, head_dim=2)
-BY_HAND = bytes(write_payload(bits((2, 1, 8, 2), torch.bfloat16, 1), LAYOUT, 4, 0, 2, PayloadForm.PICKLE))[3:]
+BY_HAND = bytes(frame_of(bits((2, 1, 8, 2), torch.bfloat16, 1), LAYOUT, 4, 0, 2, PayloadForm.PICKLE))[3:]
 SEEDS = [
     *(payload_of(vector) for vector in GOLDEN.values()),
     BY_HAND,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import pytest
@@ -44,44 +45,70 @@ class Elsewhere(torch.Tensor):
         return torch.zeros(1)
 
 
-class TestCheckKV:
-    def test_the_tensor_itself_comes_back_without_autograd(self) -> None:
+Check = Callable[[torch.Tensor, KVLayout, int], torch.Tensor]
+
+STRIDED: Final = {
+    "transposed": kv(2, 3, 8, 16).transpose(2, 3),
+    "sliced": kv(2, 3, 32, 8)[:, :, ::2],
+    "permuted": torch.zeros(16, 3, 8, 2, dtype=torch.bfloat16).permute(3, 1, 0, 2),
+    "parameter": torch.nn.Parameter(torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16)),
+    "empty": kv(1, 3, 0, 8).expand(2, 3, 0, 8),
+}
+NO_TENSORS: Final = {
+    "none": (None, "torch.Tensor, got NoneType"),
+    "list": ([[1.0]], "got list"),
+    "numpy": (np.zeros((2, 3, 16, 8)), "got ndarray"),
+    "meta": (torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16, device="meta"), "meta"),
+    "sparse": (torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16).to_sparse(), "sparse"),
+}
+
+
+@pytest.mark.parametrize(("check", "name"), [(check_kv, "kv"), (check_out, "out")], ids=["kv", "out"])
+class TestBoth:
+    """What holds for a tensor to store and for one to fill."""
+
+    def test_the_tensor_itself_comes_back_without_autograd(self, check: Check, name: str) -> None:
         given_ = torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16, requires_grad=True)
-        checked = check_kv(given_, LAYOUT, 16)
+        checked = check(given_, LAYOUT, 16)
         assert checked.data_ptr() == given_.data_ptr()
         assert not checked.requires_grad
 
+    @pytest.mark.parametrize("given_", STRIDED.values(), ids=STRIDED)
+    def test_any_strided_tensor_passes(self, check: Check, name: str, given_: torch.Tensor) -> None:
+        assert check(given_, LAYOUT, given_.size(TOKEN)).shape == given_.shape
+
+    @pytest.mark.parametrize(("given_", "words"), NO_TENSORS.values(), ids=NO_TENSORS)
+    def test_what_is_no_dense_tensor_is_refused(self, check: Check, name: str, given_: Any, words: str) -> None:
+        with pytest.raises(ArgumentTypeError, match=words) as caught:
+            check(given_, LAYOUT, 16)
+        assert str(caught.value).startswith(f"{name}: ")
+
     @pytest.mark.parametrize(
         "given_",
-        [
-            kv(2, 3, 8, 16).transpose(2, 3),
-            kv(2, 3, 32, 8)[:, :, ::2],
-            kv(1, 3, 16, 8).expand(2, 3, 16, 8),
-            torch.nn.Parameter(torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16)),
-        ],
-        ids=["transposed", "sliced", "stride 0", "parameter"],
+        [kv(2, 3, 15, 8), kv(2, 3, 16, 8, dtype=torch.float16), kv(1, 3, 16, 8), kv(3, 16, 8)],
+        ids=["tokens", "dtype", "planes", "axes"],
     )
-    def test_any_strided_tensor_passes(self, given_: torch.Tensor) -> None:
+    def test_another_shape_or_dtype_says_what_is_expected(self, check: Check, name: str, given_: torch.Tensor) -> None:
+        with pytest.raises(ShapeMismatchError, match=rf"^{name}: .*\[2, 3, 16, 8\] torch.bfloat16") as caught:
+            check(given_, LAYOUT, 16)
+        assert caught.value.fate is Fate.NOT_SENT
+        assert caught.value.expected == "[2, 3, 16, 8] torch.bfloat16"
+        assert caught.value.found == f"{list(given_.shape)} {given_.dtype}"
+        assert caught.value.found in str(caught.value)
+
+
+class TestCheckKV:
+    def test_an_array_is_told_how_to_become_a_tensor(self) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"torch\.from_numpy"):
+            check_kv(np.zeros((2, 3, 16, 8)), LAYOUT, 16)
+
+    def test_rows_that_share_memory_pass(self) -> None:
+        given_ = kv(1, 3, 16, 8).expand(2, 3, 16, 8)
         assert check_kv(given_, LAYOUT, 16).shape == given_.shape
 
     def test_one_plane_and_empty_pass(self) -> None:
         check_kv(kv(1, 3, 16, 8), MLA, 16)
         check_kv(torch.zeros(2, 3, 0, 8, dtype=torch.bfloat16), LAYOUT, 0)
-
-    @pytest.mark.parametrize(
-        ("given_", "words"),
-        [
-            (None, "torch.Tensor, got NoneType"),
-            ([[1.0]], "got list"),
-            (np.zeros((2, 3, 16, 8)), "torch.from_numpy"),
-            (torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16, device="meta"), "meta"),
-            (torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16).to_sparse(), "sparse"),
-        ],
-        ids=["none", "list", "numpy", "meta", "sparse"],
-    )
-    def test_what_is_no_dense_tensor_is_refused(self, given_: Any, words: str) -> None:
-        with pytest.raises(ArgumentTypeError, match=words):
-            check_kv(given_, LAYOUT, 16)
 
     def test_a_device_that_cannot_be_read_is_found_before_anything_is_sent(self) -> None:
         assert check_kv(torch.zeros(2, 3, 16, 8).to(torch.bfloat16).as_subclass(Elsewhere), LAYOUT, 16) is not None
@@ -113,10 +140,8 @@ class TestCheckKV:
     def test_another_shape_or_dtype_says_what_to_do(self, given_: torch.Tensor, words: str) -> None:
         with pytest.raises(ShapeMismatchError, match=words) as caught:
             check_kv(given_, LAYOUT, 16)
-        assert caught.value.fate is Fate.NOT_SENT
         assert caught.value.expected == "[2, 3, 16, 8] torch.bfloat16"
         assert caught.value.found == f"{list(given_.shape)} {given_.dtype}"
-        assert caught.value.found in str(caught.value)
 
     def test_one_plane_without_its_axis_is_told_to_add_it(self) -> None:
         with pytest.raises(ShapeMismatchError, match=r"unsqueeze\(0\)"):
@@ -198,25 +223,6 @@ def test_the_token_axis_is_the_third() -> None:
 
 
 class TestCheckOut:
-    def test_the_tensor_itself_comes_back_without_autograd(self) -> None:
-        given_ = torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16, requires_grad=True)
-        checked = check_out(given_, LAYOUT, 16)
-        assert checked.data_ptr() == given_.data_ptr()
-        assert not checked.requires_grad
-
-    @pytest.mark.parametrize(
-        "given_",
-        [
-            kv(2, 3, 8, 16).transpose(2, 3),
-            kv(2, 3, 32, 8)[:, :, ::2],
-            kv(1, 3, 0, 8).expand(2, 3, 0, 8),
-            torch.zeros(16, 3, 8, 2, dtype=torch.bfloat16).permute(3, 1, 0, 2),
-        ],
-        ids=["transposed", "sliced", "empty", "permuted"],
-    )
-    def test_any_strided_tensor_whose_elements_are_apart_passes(self, given_: torch.Tensor) -> None:
-        assert check_out(given_, LAYOUT, given_.size(2)).shape == given_.shape
-
     @pytest.mark.parametrize(
         "given_",
         [
@@ -229,19 +235,6 @@ class TestCheckOut:
         with pytest.raises(ShapeMismatchError, match="share memory") as caught:
             check_out(given_, LAYOUT, 16)
         assert caught.value.fate is Fate.NOT_SENT
-
-    @pytest.mark.parametrize(
-        "given_", [kv(2, 3, 15, 8), kv(2, 3, 16, 8, dtype=torch.float16), kv(1, 3, 16, 8), kv(3, 16, 8)]
-    )
-    def test_another_shape_or_dtype_says_what_is_expected(self, given_: torch.Tensor) -> None:
-        with pytest.raises(ShapeMismatchError, match=r"out: expected \[2, 3, 16, 8\] torch.bfloat16") as caught:
-            check_out(given_, LAYOUT, 16)
-        assert caught.value.fate is Fate.NOT_SENT and caught.value.found == f"{list(given_.shape)} {given_.dtype}"
-
-    @pytest.mark.parametrize("given_", [[1.0], torch.zeros(2, 3, 16, 8, dtype=torch.bfloat16, device="meta")])
-    def test_what_is_no_dense_tensor_is_refused(self, given_: Any) -> None:
-        with pytest.raises(ArgumentTypeError, match=r"^out: "):
-            check_out(given_, LAYOUT, 16)
 
 
 def forbid_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,39 +11,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_sdk.errors import RemoteProtocolError
-from lmcache_sdk.layout import as_chunk, check_disjoint, slot_runs, slot_view
+from lmcache_sdk.layout import as_chunk, check_disjoint, slot_runs
 from lmcache_sdk.protocol import Slot
 
-GOOD: dict[str, Any] = {"offset": 64, "length": 48, "shape": (2, 3, 4), "dtype_name": "bfloat16"}
+GOOD: dict[str, Any] = {"offset": 64, "length": 48, "shape": (2, 3, 4), "dtype": "bfloat16"}
 
 
 def pool() -> bytearray:
     return bytearray(range(256))
 
 
+def view_of(memory: memoryview, chunk_size: int = 3, **change: Any) -> torch.Tensor:
+    """The tensor of one slot."""
+    [run] = slot_runs(memory, [Slot(**(GOOD | change))], chunk_size)
+    assert run.size(0) == 1
+    return run[0]
+
+
 def test_a_view_has_the_slots_bytes_and_writes_through() -> None:
     memory = pool()
-    view = slot_view(memoryview(memory), **GOOD)
-    assert (view.dtype, tuple(view.shape)) == (torch.bfloat16, (2, 3, 4))
+    view = view_of(memoryview(memory))
+    assert (view.dtype, tuple(view.shape)) == (torch.bfloat16, (1, 2, 3, 4))
     assert view.view(torch.uint8).flatten().tolist() == list(range(64, 112))
     view.fill_(0)
     assert memory[63:113] == b"\x3f" + bytes(48) + b"\x70"
 
 
 def test_a_view_reaches_the_last_byte() -> None:
-    view = slot_view(memoryview(pool()), offset=252, length=4, shape=[1], dtype_name="float32")
-    assert view.view(torch.uint8).tolist() == [252, 253, 254, 255]
+    view = view_of(memoryview(pool()), 1, offset=252, length=4, shape=(1, 1, 1), dtype="float32")
+    assert view.view(torch.uint8).flatten().tolist() == [252, 253, 254, 255]
 
 
 def test_a_pool_of_another_item_format_counts_bytes() -> None:
-    view = slot_view(memoryview(pool()).cast("Q"), offset=8, length=8, shape=[8], dtype_name="uint8")
-    assert view.tolist() == list(range(8, 16))
+    view = view_of(memoryview(pool()).cast("Q"), 1, offset=8, length=8, shape=(1, 1, 8), dtype="uint8")
+    assert view.flatten().tolist() == list(range(8, 16))
 
 
 def test_a_read_only_pool_is_copied_without_a_warning() -> None:
     """Warnings are errors here; torch gives this one once a process, and test order is random."""
     memory = bytes(pool())
-    view = slot_view(memoryview(memory), **GOOD)
+    view = view_of(memoryview(memory))
     view.fill_(0)
     assert memory == bytes(range(256))
 
@@ -51,7 +58,7 @@ def test_a_read_only_pool_is_copied_without_a_warning() -> None:
 def test_a_view_keeps_its_memory_exported() -> None:
     memory = pool()
     exported = memoryview(memory)
-    view = slot_view(exported, **GOOD)
+    view = view_of(exported)
     del exported
     with pytest.raises(BufferError):
         memory.extend(b"x")
@@ -63,40 +70,40 @@ def test_a_view_keeps_its_memory_exported() -> None:
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        ({"offset": -2}, "slot.offset"),
-        ({"offset": True}, "slot.offset"),
-        ({"offset": 64.0}, "slot.offset"),
-        ({"offset": "64"}, "slot.offset"),
-        ({"offset": 65}, "slot.offset"),
-        ({"offset": 210}, "slot.offset"),
-        ({"offset": 256}, "slot.offset"),
-        ({"offset": 2**63}, "slot.offset"),
-        ({"offset": 10**40}, "slot.offset"),
-        ({"length": -48}, "slot.length"),
-        ({"length": None}, "slot.length"),
-        ({"length": 0}, "slot.length"),
-        ({"length": 46}, "slot.length"),
-        ({"length": 50}, "slot.length"),
-        ({"length": 2**63}, "slot.length"),
-        ({"shape": ()}, "slot.shape"),
-        ({"shape": (1,) * 17}, "slot.shape"),
-        ({"shape": (2, 3, 0)}, "slot.shape"),
-        ({"shape": (2, -3, -4)}, "slot.shape"),
-        ({"shape": (2, 3.0, 4)}, "slot.shape"),
-        ({"shape": (True, 6, 4)}, "slot.shape"),
-        ({"shape": (2, 3, "4")}, "slot.shape"),
-        ({"shape": (2, 3, 10**40)}, "slot.shape"),
-        ({"shape": (2**40,) * 16}, "slot.shape"),
-        ({"shape": (2, 3, 5)}, "slot.length"),
-        ({"dtype_name": "float32"}, "slot.length"),
-        ({"dtype_name": "Tensor"}, "slot.dtype"),
-        ({"dtype_name": "torch.bfloat16"}, "slot.dtype"),
-        ({"dtype_name": ""}, "slot.dtype"),
+        ({"offset": -2}, "slots[0].offset"),
+        ({"offset": True}, "slots[0].offset"),
+        ({"offset": 64.0}, "slots[0].offset"),
+        ({"offset": "64"}, "slots[0].offset"),
+        ({"offset": 65}, "slots[0].offset"),
+        ({"offset": 210}, "slots[0].offset"),
+        ({"offset": 256}, "slots[0].offset"),
+        ({"offset": 2**63}, "slots[0].offset"),
+        ({"offset": 10**40}, "slots[0].offset"),
+        ({"length": -48}, "slots[0].length"),
+        ({"length": None}, "slots[0].length"),
+        ({"length": 0}, "slots[0].length"),
+        ({"length": 46}, "slots[0].length"),
+        ({"length": 50}, "slots[0].length"),
+        ({"length": 2**63}, "slots[0].length"),
+        ({"shape": ()}, "slots[0].shape"),
+        ({"shape": (1,) * 17}, "slots[0].shape"),
+        ({"shape": (2, 3, 0)}, "slots[0].shape"),
+        ({"shape": (2, -3, -4)}, "slots[0].shape"),
+        ({"shape": (2, 3.0, 4)}, "slots[0].shape"),
+        ({"shape": (True, 6, 4)}, "slots[0].shape"),
+        ({"shape": (2, 3, "4")}, "slots[0].shape"),
+        ({"shape": (2, 3, 10**40)}, "slots[0].shape"),
+        ({"shape": (2**40,) * 16}, "slots[0].shape"),
+        ({"shape": (2, 3, 5)}, "slots[0].length"),
+        ({"dtype": "float32"}, "slots[0].length"),
+        ({"dtype": "Tensor"}, "slots[0].dtype"),
+        ({"dtype": "torch.bfloat16"}, "slots[0].dtype"),
+        ({"dtype": ""}, "slots[0].dtype"),
     ],
 )
 def test_each_violation_names_its_field(change: dict[str, Any], path: str) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
-        slot_view(memoryview(pool()), **(GOOD | change))
+        view_of(memoryview(pool()), **change)
     assert caught.value.path == path
 
 
@@ -110,8 +117,9 @@ def test_any_numbers_make_a_view_inside_the_pool_or_are_refused(
     offset: int, length: int, shape: list[int], name: str
 ) -> None:
     memory = pool()
+    chunk_size = shape[-2] if len(shape) > 1 else 1
     try:
-        view = slot_view(memoryview(memory), offset=offset, length=length, shape=shape, dtype_name=name)
+        view = view_of(memoryview(memory), chunk_size, offset=offset, length=length, shape=tuple(shape), dtype=name)
     except RemoteProtocolError:
         return
     assert view.nbytes == length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -14,8 +15,6 @@ MIB = 2**20
 
 
 def address(view: memoryview) -> int:
-    import ctypes
-
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
@@ -45,7 +44,7 @@ def test_a_dropped_buffer_is_lent_again_and_one_in_use_never() -> None:
     assert pool.idle_nbytes == 0
 
 
-def test_a_slice_keeps_the_memory_but_only_the_view_itself_tells() -> None:
+def test_an_alias_of_the_view_keeps_the_memory() -> None:
     """Tensors hold the view itself; torch never slices it."""
     pool = BufferPool(64 * MIB)
     view = pool.lend(4 * MIB)

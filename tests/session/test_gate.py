@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -19,7 +19,7 @@ def made_gate(check: Callable[[], None] = lambda: None) -> tuple[KeyGate, thread
     return KeyGate(condition, check), condition
 
 
-@contextmanager
+@contextlib.contextmanager
 def running(*targets: Callable[[], object]) -> Iterator[list[threading.Thread]]:
     threads = [threading.Thread(target=target) for target in targets]
     for thread in threads:
@@ -30,7 +30,7 @@ def running(*targets: Callable[[], object]) -> Iterator[list[threading.Thread]]:
         assert not thread.is_alive()
 
 
-@contextmanager
+@contextlib.contextmanager
 def held_elsewhere(gate: KeyGate, key: str) -> Iterator[None]:
     """Another thread holds the key for the time of the block."""
     held, over = threading.Event(), threading.Event()
@@ -53,6 +53,34 @@ def test_a_thread_that_would_wait_for_itself_is_told() -> None:
             pytest.fail("two at a time")
         with gate.hold("b", Deadline.after(1), "x"):
             pass
+    with gate.hold("a", Deadline.after(0.0), "x"):
+        pass
+
+
+def test_a_key_of_a_thread_that_has_ended_is_waited_for() -> None:
+    """A view can be entered in one thread and left in another; the id of a thread that has ended is used again."""
+    gate, _ = made_gate()
+    with contextlib.ExitStack() as stack:
+        first = threading.Thread(target=lambda: stack.enter_context(gate.hold("a", Deadline.after(1), "view")))
+        first.start()
+        first.join(10)
+        errors: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                with gate.hold("a", Deadline.after(0.01), "retrieve"):
+                    pass
+            except (DeadlineExceededError, UsageError) as error:
+                errors.append(error)
+
+        for _ in range(200):
+            with running(call) as [thread]:
+                pass
+            assert isinstance(errors[-1], DeadlineExceededError)
+            if thread.ident == first.ident:
+                break
+        else:
+            pytest.fail("the id of the thread was not used again")
     with gate.hold("a", Deadline.after(0.0), "x"):
         pass
 

@@ -12,7 +12,7 @@ from lmcache_sdk.errors import (
     DeadlineExceededError,
 )
 from lmcache_sdk.session.states import LeaseState
-from tests.fix_fake_server import NOTHING, Held, answer
+from tests.fix_fake_server import NOTHING, Action, Held, answer
 from tests.fix_faults import ignored, late, loading, silence, then
 from tests.session.desk import READ_TTL, Desk, read
 
@@ -223,6 +223,26 @@ def test_a_prefetch_that_takes_longer_than_the_call(release: str) -> None:
     assert desk.finish()
     assert desk.freed() == [(0, 2)]
     assert desk.server.held() == NOTHING and desk.ended_last_and_once()
+
+
+@every_release
+@pytest.mark.parametrize("last", [silence, late(5.0)], ids=["silent", "late"])
+def test_a_prefetch_whose_last_answer_was_still_loading(release: str, last: Action) -> None:
+    """The deadline strikes while the next question is on its way."""
+    desk = Desk(release, cached=2, seconds=1.0)
+    desk.server.on(p.QueryPrefetchStatus, loading, loading, last)
+    with pytest.raises(DeadlineExceededError, match=r"still loading .*: no answer within 1 s") as caught:
+        desk.lease().acquire()
+    assert caught.value.step.startswith("retrieve: QUERY_PREFETCH_STATUS")
+
+
+@every_release
+def test_a_prefetch_that_was_never_answered_is_not_called_loading(release: str) -> None:
+    desk = Desk(release, cached=2, seconds=1.0)
+    desk.server.on(p.QueryPrefetchStatus, silence)
+    with pytest.raises(DeadlineExceededError) as caught:
+        desk.lease().acquire()
+    assert caught.value.step == "retrieve: QUERY_PREFETCH_STATUS"
 
 
 def test_the_clean_up_keeps_to_its_budget() -> None:

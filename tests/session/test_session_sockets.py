@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Final
 
 import pytest
@@ -24,6 +23,7 @@ from lmcache_sdk.session import Addresses, Deadline, Identity, ReadLease, Reserv
 from lmcache_sdk.values import TokenIds
 from tests.fix_fake_server import NOTHING, Action, Chunk, FakeServer
 from tests.fix_faults import ignored, late, silence
+from tests.fix_forks import held_by_another_thread, in_child
 from tests.session.desk import CHUNK, READ_TTL, SLOT, TOKENS, WRITE_TTL, Desk, Writer, chunk_bytes, store_slots
 from tests.session.office import SHAPE
 from tests.session.ports import MessagePort, closed_port
@@ -220,22 +220,14 @@ def test_a_server_that_died_while_nobody_called(branch: Branch) -> None:
 
 def test_a_forked_child_is_told_so_and_harms_nobody(branch: Branch) -> None:
     branch.read()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks of threads, which this tests
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with contextlib.suppress(SessionClosedError):
-                branch.read()
-                code = 2
-            branch.session.close()
-            branch.session.abandon()
-            code = 0 if code == 1 else code
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def work() -> None:
+        with pytest.raises(SessionClosedError):
+            branch.read()
+        branch.session.close()
+        branch.session.abandon()
+
+    assert in_child(work) == 0
     assert branch.read() == 2
     branch.session.close()
     assert branch.server.held() == NOTHING and len(branch.server.asked(p.Unregister)) == 1
@@ -243,24 +235,49 @@ def test_a_forked_child_is_told_so_and_harms_nobody(branch: Branch) -> None:
 
 def test_a_forked_child_can_have_a_session_of_its_own(branch: Branch) -> None:
     branch.read()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            session = Session(Addresses(branch.port.url, "http://127.0.0.1:1"), branch.server.dialect)
-            session.register("child", SHAPE, Deadline.after(10))
-            session.opened()
-            session.close()
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def work() -> None:
+        session = Session(Addresses(branch.port.url, "http://127.0.0.1:1"), branch.server.dialect)
+        session.register("child", SHAPE, Deadline.after(10))
+        session.opened()
+        session.close()
+
+    assert in_child(work) == 0
     assert branch.read() == 2
     names = [request.registration.model_name for request in branch.server.asked(p.Register)]
     assert names == ["private", "child"] and len(branch.server.instances) == 1
+
+
+def session_and_gate(branch: Branch) -> AbstractContextManager[object]:
+    return held_by_another_thread(branch.session._changed)
+
+
+def channels(branch: Branch) -> AbstractContextManager[object]:
+    return held_by_another_thread(branch.session._channels._lock)
+
+
+def no_lock(branch: Branch) -> AbstractContextManager[object]:
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("held", [no_lock, session_and_gate, channels])
+def test_a_forked_child_leaves_an_operation_to_its_parent(
+    branch: Branch, held: Callable[[Branch], AbstractContextManager[object]]
+) -> None:
+    """It sends nothing, closes nothing, and waits for no lock that somebody held at the time of the fork."""
+    identity = Identity("m", 1, branch.instance, CHUNK)
+    ids = TokenIds(TOKENS[:CHUNK])
+    with contextlib.ExitStack() as stack:
+        made = branch.session.operation("view", identity, ids, "", Deadline.after(LONG), exclusive=True)
+        lease = ReadLease(stack.enter_context(made), READ_TTL, shm=True)
+        assert lease.acquire() == 1
+        said = len(branch.server.requests)
+        with held(branch):
+            assert in_child(stack.close) == 0
+        assert len(branch.server.requests) == said and branch.server.held().read_locks == 1
+        assert lease.received(lease.prepare(1)).success
+    assert branch.server.held() == NOTHING
+    assert branch.read() == 2
 
 
 # ---- connections that fail -------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import lmcache_sdk
 import lmcache_sdk.kvcache as lmc_sdk
 from lmcache_sdk import KVCacheSDKError, LMCacheKVCacheContext, LookupResult, SessionClosedError
 from tests.soak.content import Key, change, contents, find_wrong, random_key
-from tests.soak.plan import CHUNK, MIX, MODEL, THREADS, Orders
+from tests.soak.plan import CHUNK, MIX, MODEL, THREADS, VIEWS, Orders
 from tests.soak.tally import Journal, Sample, Tally, give_back_unused
 
 R = TypeVar("R")
@@ -149,7 +149,7 @@ class Client:
             elif kind == "lookup":
                 fine = self._lookup(key)
             else:
-                kv = self._retrieve(key)
+                kv = self._retrieve(key, rng)
                 fine = kv is not None
                 if kept is not None:
                     self._check(*kept, "kept for a while")
@@ -186,15 +186,26 @@ class Client:
     def _count_hit(self, kind: str, num_tokens: int) -> None:
         self._tally.add(f"{kind}.hits" if num_tokens else f"{kind}.misses")
 
-    def _retrieve(self, key: Key) -> torch.Tensor | None:
+    def _retrieve(self, key: Key, rng: random.Random) -> torch.Tensor | None:
         """The checked KV; an empty tensor for a miss and for wrong bytes, None after an error."""
-        found = self._try("retrieve", lambda: [self._now().retrieve(_as_user(key), key.salt)])
+        read = self._read_through_a_view if rng.random() < VIEWS else self._read
+        found = self._try("retrieve", lambda: [read(key)])
         if found is None:
             return None
         kv = found[0]
         self._count_hit("retrieve", 0 if kv is None else kv.shape[2])
         if kv is None or not self._check(kv, key, "as it came"):
             return torch.empty(0)
+        return kv
+
+    def _read(self, key: Key) -> torch.Tensor | None:
+        return self._now().retrieve(_as_user(key), key.salt)
+
+    def _read_through_a_view(self, key: Key) -> torch.Tensor | None:
+        with self._now().view(_as_user(key), key.salt) as chunks:
+            kv = torch.cat(list(chunks), dim=2) if chunks else None
+            chunks.check_alive()  # a close by another thread gives the locks back in the middle of this block
+        self._tally.add("retrieve.views")
         return kv
 
     def _check(self, kv: torch.Tensor, key: Key, when: str) -> bool:

@@ -44,6 +44,8 @@ RECONNECTING: Final = 2
 SURVIVORS: Final = 2
 """The first of the steady and the first of the reconnecting processes are never killed; they measure themselves."""
 MIX: Final = {"store": 30, "lookup": 25, "retrieve": 30, "edit": 15}
+VIEWS: Final = 0.3
+"""The share of what is retrieved, edits included, that is read through a view."""
 
 # ---- the servers' patience, in seconds
 WRITE_TTL: Final = 20

@@ -185,6 +185,8 @@ class Result:
                 say(f"no {kind} succeeded")
         if not self.counts["retrieve.hits"]:
             say("nothing was ever found: nothing was checked")
+        if not self.counts["retrieve.views"]:
+            say("nothing was read through a view")
         self._judge_what_is_left()
 
     def _judge_what_is_left(self) -> None:

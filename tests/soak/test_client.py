@@ -83,7 +83,7 @@ def test_it_works_and_ends_in_order(server: DevServer, clients: Clients, tmp_pat
     _wait(orders.report, lambda records: _busy(records) and (not reconnects or _total(records, "reconnects") > 0))
     assert clients.finish([pid], _SECONDS) == {pid: 0}
     records = read_journal(Path(orders.report))
-    assert _busy(records)
+    assert _busy(records) and _total(records, "retrieve.views") > 0
     assert [record for record in records if record.get("event") in ("wrong", "undocumented", "unexpected")] == []
     assert records[-1]["phase"] == "after"
     assert records[-1]["sample"]["fds"] == records[0]["sample"]["fds"]

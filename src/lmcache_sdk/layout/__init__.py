@@ -7,14 +7,13 @@ from lmcache_sdk.layout.blobs import (
     payload_of_tensors,
     read_payload,
     read_stored_payload,
-    write_payload,
     write_payload_into,
 )
-from lmcache_sdk.layout.chunking import batches, chunk_range, consecutive, tail_tokens, token_range, whole_chunks
+from lmcache_sdk.layout.chunking import batches, consecutive, tail_tokens, whole_chunks
 from lmcache_sdk.layout.dtypes import dtype_from_name, dtype_name, itemsize
 from lmcache_sdk.layout.geometry import KVLayout, check_uncompressed, layout_from_document, layout_from_object
 from lmcache_sdk.layout.packing import check_kv, check_out, copied, new_result, pack, pack_chunk, unpack
-from lmcache_sdk.layout.views import as_chunk, check_disjoint, slot_runs, slot_view
+from lmcache_sdk.layout.views import as_chunk, check_disjoint, slot_runs
 
 __all__ = [
     "HIDDEN",
@@ -28,7 +27,6 @@ __all__ = [
     "check_kv",
     "check_out",
     "check_uncompressed",
-    "chunk_range",
     "consecutive",
     "copied",
     "dtype_from_name",
@@ -45,11 +43,8 @@ __all__ = [
     "read_payload",
     "read_stored_payload",
     "slot_runs",
-    "slot_view",
     "tail_tokens",
-    "token_range",
     "unpack",
     "whole_chunks",
-    "write_payload",
     "write_payload_into",
 ]

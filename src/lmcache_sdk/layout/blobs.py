@@ -2,8 +2,8 @@
 
 Reading: whatever arrives, `read_payload` returns tensors or raises `RemoteProtocolError`, in time and memory linear in
 what was received. The tensors are views of the payload (a read-only payload is copied once): use them, then let the
-frame go. Writing: `write_payload` makes one frame, header included, and each chunk's bytes are copied once, from the
-user's tensor into it.
+frame go. Writing: `write_payload_into` fills one frame, header included, and each chunk's bytes are copied once, from
+the user's tensor into it.
 """
 
 from __future__ import annotations
@@ -69,28 +69,10 @@ def max_chunks_per_payload(layout: KVLayout, chunk_size: int) -> int:
 
 
 def payload_frame_nbytes(layout: KVLayout, chunk_size: int, num_chunks: int, form: PayloadForm) -> int:
-    """The length of the frame that `write_payload` makes."""
+    """The length of the frame that `write_payload_into` fills."""
     parts = _parts(layout, chunk_size, num_chunks, form)
     nbytes = parts.nbytes + num_chunks * layout.chunk_nbytes(chunk_size)
     return len(bin_header(nbytes)) + nbytes
-
-
-def write_payload(
-    kv: torch.Tensor, layout: KVLayout, chunk_size: int, first_chunk: int, num_chunks: int, form: PayloadForm
-) -> bytearray:
-    """Makes the frame that carries some chunks: a MessagePack bin header, then the payload.
-
-    Args:
-        kv: a tensor that `check_kv` has passed; it holds at least the chunks asked for.
-        layout: what the server was told at registration.
-        chunk_size: tokens per chunk.
-        first_chunk: the first chunk of `kv` to send.
-        num_chunks: how many, at most `max_chunks_per_payload`.
-        form: how this server's release reads them.
-    """
-    frame = bytearray(payload_frame_nbytes(layout, chunk_size, num_chunks, form))
-    write_payload_into(memoryview(frame), kv, layout, chunk_size, first_chunk, num_chunks, form)
-    return frame
 
 
 def write_payload_into(
@@ -102,7 +84,17 @@ def write_payload_into(
     num_chunks: int,
     form: PayloadForm,
 ) -> None:
-    """The same into a buffer of exactly `payload_frame_nbytes`, for callers that reuse their buffers."""
+    """Writes the frame that carries some chunks: a MessagePack bin header, then the payload.
+
+    Args:
+        out: a buffer of exactly `payload_frame_nbytes`.
+        kv: a tensor that `check_kv` has passed; it holds at least the chunks asked for.
+        layout: what the server was told at registration.
+        chunk_size: tokens per chunk.
+        first_chunk: the first chunk of `kv` to send.
+        num_chunks: how many, at most `max_chunks_per_payload`.
+        form: how this server's release reads them.
+    """
     parts = _parts(layout, chunk_size, num_chunks, form)
     nbytes = layout.chunk_nbytes(chunk_size)
     shape = _sent_shape(layout, chunk_size)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lmcache_sdk.values import TokenRange
-
 
 def whole_chunks(num_tokens: int, chunk_size: int) -> int:
     """How many whole chunks that many tokens fill."""
@@ -19,17 +17,6 @@ def whole_chunks(num_tokens: int, chunk_size: int) -> int:
 def tail_tokens(num_tokens: int, chunk_size: int) -> int:
     """How many tokens are left behind the last whole chunk; they are never cached."""
     return num_tokens % chunk_size
-
-
-def token_range(first_chunk: int, num_chunks: int, chunk_size: int) -> TokenRange:
-    """The tokens of consecutive chunks."""
-    return TokenRange(first_chunk * chunk_size, (first_chunk + num_chunks) * chunk_size)
-
-
-def chunk_range(tokens: TokenRange, chunk_size: int) -> range:
-    """The indices of the whole chunks inside a token range."""
-    first = -(-tokens.start // chunk_size)
-    return range(first, max(first, tokens.end // chunk_size))
 
 
 def batches(num_chunks: int, chunk_nbytes: int, max_batch_nbytes: int) -> Iterator[tuple[int, int]]:

@@ -24,20 +24,10 @@ _MAX_DIMENSION: Final = 2**40
 _MAX_NBYTES: Final = 2**50
 
 
-def slot_view(
-    pool: memoryview, *, offset: int, length: int, shape: Sequence[int], dtype_name: str, path: str = "slot"
-) -> torch.Tensor:
-    """The tensor of one slot of the pool; nothing is copied, so what is written to it is in the pool."""
-    dtype = dtype_of(dtype_name, f"{path}.dtype")
-    nbytes = shape_nbytes(shape, dtype, f"{path}.shape")
-    _check_place(pool.nbytes, offset, length, nbytes, itemsize(dtype), path)
-    return tensor_on(pool.cast("B")[offset : offset + length], dtype, shape)
-
-
 def slot_runs(pool: memoryview, slots: Sequence[Slot], chunk_size: int, path: str = "slots") -> list[torch.Tensor]:
     """Consecutive slots as few tensors `[chunk, kv, layer, token, hidden]` on the pool: neighbours of one kind at one
-    distance from each other are one tensor, which can be copied in one piece. Every number is checked as in
-    `slot_view`; that no two overlap is the caller's to check.
+    distance from each other are one tensor, which can be copied in one piece. Every number is checked; that no two
+    overlap is the caller's to check. Nothing is copied: what is written to them is in the pool.
     """
     runs: list[torch.Tensor] = []
     memory = pool.cast("B")

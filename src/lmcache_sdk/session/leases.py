@@ -24,7 +24,7 @@ from typing import Final
 
 import attrs
 
-from lmcache_sdk.errors import LeaseExpiredError, RemoteProtocolError
+from lmcache_sdk.errors import DeadlineExceededError, LeaseExpiredError, RemoteProtocolError
 from lmcache_sdk.protocol import (
     CommitRetrieve,
     Committed,
@@ -99,13 +99,24 @@ class ReadLease:
         if operation.in_order:
             self._ask()
         operation.wait(self._lookup)
+        return self._found(self._prefetched())
+
+    def _prefetched(self) -> int:
+        """Asks until the prefetch has ended; a timeout after an answer says that the server was still loading."""
+        operation = self._operation
+        step = f"{operation.name}: QUERY_PREFETCH_STATUS (still loading at the server's last answer)"
+        ready = operation.wait(self._query or self._ask()).ready_chunks
         pause = _FIRST_PAUSE
-        while (ready := operation.wait(self._query or self._ask())).ready_chunks is None:
+        while ready is None:
             self._query = None
             operation.channel.pause(pause, operation.deadline)
-            operation.deadline.check(f"{operation.name}: QUERY_PREFETCH_STATUS (the server is still loading)")
+            operation.deadline.check(step)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return self._found(ready.ready_chunks)
+            try:
+                ready = operation.wait(self._ask()).ready_chunks
+            except DeadlineExceededError as error:
+                raise operation.deadline.exceeded(step) from error
+        return ready
 
     def _ask(self) -> InFlight[Status]:
         self._query = self._operation.submit(QueryPrefetchStatus(request_id=self._operation.request_id))

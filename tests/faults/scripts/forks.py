@@ -2,9 +2,10 @@
 
     python -m tests.faults.scripts.forks URL HTTP_URL MODEL MODE
 
-MODE: "use" (the child uses and closes the parent's context), "connect" (the child makes its own), "pool" (a
-multiprocessing pool of forked workers, each with its own). The parent works with its context from a second thread while
-it forks. Prints one JSON object; a child that does not end within CHILD_SECONDS is reported as hanging, and killed.
+MODE: "use" (the child uses and closes the parent's context), "view" (it reads and leaves the parent's open view),
+"connect" (the child makes its own), "pool" (a multiprocessing pool of forked workers, each with its own). The parent
+works with its context from a second thread while it forks. Prints one JSON object; a child that does not end within
+CHILD_SECONDS is reported as hanging, and killed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+
+import torch
 
 import lmcache_sdk.kvcache as lmc_sdk
-from lmcache_sdk import KVCacheSDKError, LMCacheKVCacheContext
+from lmcache_sdk import KVCacheSDKError, KVView, LMCacheKVCacheContext
 from tests.faults.worlds import values_of
 from tests.integration.cases import CHUNK
 from tests.integration.patterns import raw_bytes
@@ -57,20 +61,31 @@ def use(ctx: LMCacheKVCacheContext, first: int) -> str:
     return " ".join(said)
 
 
+def leave(view: KVView) -> str:
+    """What the parent's open view says in the child."""
+    said = []
+    for call in (lambda: view[0], view.check_alive, lambda: view.__exit__(None, None, None)):
+        try:
+            call()
+            said.append("no error")
+        except KVCacheSDKError as error:
+            said.append(type(error).__name__)
+    return " ".join(said)
+
+
 def own(first: int) -> str:
     url, http_url, model = sys.argv[1:4]
     with lmc_sdk.connect(url, http_url, model, 10.0) as ctx:
         return "exact" if work(ctx, first) else "wrong"
 
 
-def in_child(mode: str, ctx: LMCacheKVCacheContext, first: int) -> dict[str, object]:
+def in_child(work: Callable[[], str]) -> dict[str, object]:
     """Forks; what the child said, and how long it took."""
     read_end, write_end = os.pipe()
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        answer = use(ctx, first) if mode == "use" else own(first)
-        os.write(write_end, answer.encode())
+        os.write(write_end, work().encode())
         os._exit(0)
     os.close(write_end)
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
@@ -81,6 +96,16 @@ def in_child(mode: str, ctx: LMCacheKVCacheContext, first: int) -> dict[str, obj
         time.sleep(0.01)
     with os.fdopen(read_end) as said:
         return {"hangs": False, "said": said.read(), "seconds": time.monotonic() - began}
+
+
+def in_view(ctx: LMCacheKVCacheContext, first: int) -> dict[str, object]:
+    """Forks inside a view, which must be whole afterwards."""
+    report: dict[str, object] = {"stored": work(ctx, first)}
+    with ctx.view(tokens_of(first)) as view:
+        report.update(in_child(lambda: leave(view)))
+        found = torch.cat(list(view), dim=2)
+        report["viewed"] = raw_bytes(found) == raw_bytes(values_of(ctx.server_version, ctx.model_name, LENGTH, first))
+    return report
 
 
 def in_pool(first: int) -> dict[str, object]:
@@ -97,7 +122,7 @@ def in_pool(first: int) -> dict[str, object]:
 
 def main() -> None:
     url, http_url, model, mode = sys.argv[1:5]
-    first = 2_000_000 + 1000 * ("use", "connect", "pool").index(mode) + os.getpid() * 10_000 % 1_000_000_000
+    first = 2_000_000 + 1000 * ("use", "connect", "pool", "view").index(mode) + os.getpid() * 10_000 % 1_000_000_000
     ctx = lmc_sdk.connect(url, http_url, model, 10.0)
     report: dict[str, object] = {"before": work(ctx, first)}
     over = threading.Event()
@@ -114,7 +139,12 @@ def main() -> None:
     busy = threading.Thread(target=keep_busy)
     busy.start()
     time.sleep(0.1)
-    report.update(in_pool(first + 1) if mode == "pool" else in_child(mode, ctx, first + 1))
+    if mode == "pool":
+        report.update(in_pool(first + 1))
+    elif mode == "view":
+        report.update(in_view(ctx, first + 1))
+    else:
+        report.update(in_child(lambda: use(ctx, first + 1) if mode == "use" else own(first + 1)))
     over.set()
     busy.join(20)
     report["parent"] = errors[:3]
