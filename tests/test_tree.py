@@ -48,7 +48,7 @@ TREE: Final[dict[str, set[str]]] = {
         "buffers",  # memory of dropped results, for the next ones
         "debts",  # what a call that was given up still owes the server
         "discovery",  # what HTTP tells before the first frame: release, configuration, status
-        "https_transport",  # GET over TLS, split from http_transport because requests loads on first use
+        "deadline_sockets",  # what http_transport connects with; requests, for its certificates, on first use
         "gate",  # one call at a time for each key; a close ends the waiting
         "interrupts",  # when a signal handler may run: at a wait, and nowhere else
         "operation",  # one user call: its request id, its key, its guaranteed END_SESSION

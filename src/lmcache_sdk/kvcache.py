@@ -57,7 +57,8 @@ def connect(
 
     Args:
         url: the server's ZMQ address: `tcp://host:port`, `host:port` or `ipc:///path`.
-        http_url: the server's HTTP address: `http://host:port` or `host:port`.
+        http_url: the server's HTTP address: `http://host:port` or `host:port`; `https://host:port` behind a
+            proxy that speaks TLS.
         model_name: the name under which the engine registered the model.
         timeout: seconds for this call, and later for each call on the context.
         layout: the cache's geometry, for a model that no engine has registered yet (prewarming) or whose engine

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from requests.utils import DEFAULT_CA_BUNDLE_PATH
 
 from lmcache_sdk.errors import (
     ConnectError,
@@ -19,10 +20,11 @@ from lmcache_sdk.errors import (
     Fate,
     HTTPStatusError,
     RemoteProtocolError,
+    UsageError,
 )
 from lmcache_sdk.session import Deadline
 from lmcache_sdk.session import http_transport as http
-from lmcache_sdk.session.https_transport import SecureWay
+from lmcache_sdk.session.deadline_sockets import tls_context
 from tests.session.ports import RawPort, stay_silent
 
 CERTIFICATE: Final = str(Path(__file__).with_name("localhost.pem"))
@@ -62,12 +64,11 @@ def url_of(port: RawPort, host: str = "127.0.0.1") -> str:
 
 @contextlib.contextmanager
 def trusting(url: str, seconds: float = 10.0, api_key: str | None = None) -> Iterator[http.HttpConversation]:
-    """A conversation that trusts the certificate of the tests, as one that a public authority has signed."""
-    with http.converse(url, api_key, Deadline.after(seconds)) as conversation:
-        way = conversation._way
-        assert isinstance(way, SecureWay)
-        way._session.verify = CERTIFICATE
-        yield conversation
+    """A conversation that trusts the certificate of the tests, as a user's environment can have it."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SSL_CERT_FILE", CERTIFICATE)
+        with http.converse(url, api_key, Deadline.after(seconds)) as conversation:
+            yield conversation
 
 
 def get(url: str, seconds: float = 10.0) -> bytes:
@@ -106,20 +107,33 @@ def test_a_certificate_of_another_host_is_refused() -> None:
     assert answers.asked == []
 
 
-def test_nothing_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"):
-        monkeypatch.setenv(name, CERTIFICATE)
-    answers = Answers("200 OK", b"{}")
-    with (
-        RawPort(over_tls(answers)) as port,
-        http.converse(url_of(port), None, Deadline.after(10)) as conversation,
-        pytest.raises(ConnectError, match="certificate"),
-    ):
-        conversation.get("/status")
+def test_no_proxy_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    with RawPort(over_tls(answers)) as port:
+    with RawPort(over_tls(Answers("200 OK", b"{}"))) as port:
         assert get(url_of(port)) == b"{}"
+
+
+def test_the_authorities_of_requests_are_trusted_too() -> None:
+    context = tls_context()
+    bundle = ssl.create_default_context(cafile=DEFAULT_CA_BUNDLE_PATH)
+    assert {found["serialNumber"] for found in bundle.get_ca_certs()} <= {
+        found["serialNumber"] for found in context.get_ca_certs()
+    }
+
+
+def test_nothing_is_said_to_a_peer_that_speaks_first() -> None:
+    """A ZMTP peer greets; a TLS handshake would be bytes on its port as any others."""
+    heard: list[bytes] = []
+
+    def greet(connection: socket.socket, over: threading.Event) -> None:
+        connection.sendall(b"\xff" + bytes(8) + b"\x7f")
+        with contextlib.suppress(OSError):  # reset: it leaves with the greeting unread
+            heard.append(connection.recv(65536))
+
+    with RawPort(greet) as port, pytest.raises(UsageError, match="spoke first"):
+        get(url_of(port))
+    assert b"".join(heard) == b""
 
 
 def test_a_port_without_tls_is_refused() -> None:
@@ -184,10 +198,17 @@ def silent_in_the_body(connection: socket.socket, over: threading.Event) -> None
     over.wait(10)
 
 
+def dripping_body(connection: socket.socket, over: threading.Event) -> None:
+    connection.recv(65536)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n")
+    while not over.wait(0.05):
+        connection.sendall(b"x")
+
+
 @pytest.mark.parametrize(
     "talk",
-    [stay_silent, over_tls(silent_when_asked), over_tls(silent_in_the_body)],
-    ids=["handshake", "answer", "body"],
+    [stay_silent, over_tls(silent_when_asked), over_tls(silent_in_the_body), over_tls(dripping_body)],
+    ids=["handshake", "answer", "body", "dripping body"],
 )
 def test_silence_is_bounded_by_the_deadline(talk: Talk) -> None:
     with RawPort(talk) as port:

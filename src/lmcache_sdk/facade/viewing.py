@@ -97,8 +97,9 @@ class KVView(Sequence[torch.Tensor]):
     Empty when nothing is cached. On an shm server they are the server's memory: read them, never write to them, since
     what is written is what every engine reads from then on. On an inline server they are copies of one's own.
 
-    After the block, and when half of the read locks' time-to-live is over, using the view raises LeaseExpiredError. A
-    tensor taken out of it is not guarded: the server may put other bytes there. Clone what is to be kept.
+    After the block, when half of the read locks' time-to-live is over, and when the context was closed meanwhile, using
+    the view raises LeaseExpiredError. So does leaving its block when the locks had ended before: what the block has read
+    may not have been the cache. A tensor taken out of a view is not guarded: clone what is to be kept.
     """
 
     def __init__(self, source: ViewSource, tokens: TokenIds, cache_salt: str, chunk_size: int) -> None:
@@ -129,6 +130,9 @@ class KVView(Sequence[torch.Tensor]):
             source.link.current.endpoint.session.check_process()
         if self._missed:
             return []
+        return self._check_alive(opened)
+
+    def _check_alive(self, opened: OpenView | None) -> list[torch.Tensor]:
         if opened is None:
             raise LeaseExpiredError(f"view: its locks were given back, because {self._why}")
         opened.lease.check_alive()
@@ -173,8 +177,9 @@ class KVView(Sequence[torch.Tensor]):
         opened = self._opened
         with deferred():
             try:
-                if error is None and opened is not None:
-                    opened.lease.check_alive()  # too old: what the block has read may not have been the cache
+                # too old, or closed meanwhile: what the block has read may not have been the cache
+                if error is None and not self._missed:
+                    self._check_alive(opened)
             finally:
                 self.leave("its block was left")
 

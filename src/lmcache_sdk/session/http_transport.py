@@ -1,10 +1,10 @@
 """HTTP calls -> status and bytes, inside one deadline.
 
-What it guarantees for `http://`: the deadline bounds the whole conversation, dripping headers and bodies included; and
-not one byte is sent to a ZMQ port: an HTTP request there can end the message thread of an LMCache server for every
-client (PROTOCOL.md section 13). A ZMTP peer greets within a millisecond of accepting while an HTTP server stays silent,
-so a fresh connection listens first. `https://` addresses are left to requests (`https_transport`), with its timeouts
-per received piece. For both: a body is read up to a limit; no redirect, no proxy, nothing from the environment.
+What it guarantees: the deadline bounds the whole conversation, a TLS handshake, dripping headers and bodies included;
+and not one byte is sent to a ZMQ port: an HTTP request there, and who knows what of a handshake, can end the message
+thread of an LMCache server for every client (PROTOCOL.md section 13). A ZMTP peer greets within a millisecond of
+accepting while an HTTP server stays silent, so a fresh connection listens first. A body is read up to a limit; no
+redirect, no proxy.
 
 The standard library's client, because a miss waits for an answer of /status: requests takes longer than the server.
 """
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Iterator, Mapping
+import ssl
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, IncompleteRead, InvalidURL
-from typing import Final, Protocol
+from typing import Final
 from urllib.parse import urlsplit
 
 from lmcache_sdk.errors import (
@@ -28,7 +29,7 @@ from lmcache_sdk.errors import (
     UsageError,
 )
 from lmcache_sdk.session.deadline import Deadline
-from lmcache_sdk.session.https_transport import SecureWay
+from lmcache_sdk.session.deadline_sockets import Bound, connected, secured, tls_context
 from lmcache_sdk.values import override
 
 _LISTEN_MS: Final = 20
@@ -38,73 +39,32 @@ MAX_BODY: Final = 64 * 2**20
 _SHOWN: Final = 200
 
 
-class _Way(Protocol):
-    """How a GET is done."""
-
-    def get(self, path: str, seconds: float, /) -> tuple[int, bytes]:
-        """Status and body; raises HTTPException or OSError."""
-
-    def close(self) -> None:
-        """Frees the connection."""
-
-
 class _SpokeFirstError(Exception):
     """The peer sent bytes before it was asked anything: no HTTP server does."""
 
 
-class _Bound:
-    """The deadline that a conversation's connection is bound to now."""
-
-    def __init__(self, deadline: Deadline) -> None:
-        self.deadline = deadline
-
-
-class _DeadlineSocket(socket.socket):
-    """Every operation takes what remains of one deadline; http.client reads through `recv_into`, whatever drips."""
-
-    bound: _Bound
-
-    def _arm(self) -> None:
-        remaining = self.bound.deadline.remaining()
-        if remaining <= 0:
-            raise TimeoutError("the deadline passed")
-        self.settimeout(remaining)
-
-    @override
-    def recv_into(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # arguments pass through as it came
-        self._arm()
-        return super().recv_into(*args, **kwargs)
-
-    @override
-    def sendall(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # arguments pass through as it came
-        self._arm()
-        return super().sendall(*args, **kwargs)
-
-
 class _ListeningConnection(HTTPConnection):
-    """Connects, then listens for a peer that greets before it is asked."""
+    """Connects, then listens for a peer that greets before it is asked; only then a TLS handshake, if there is one."""
 
-    def __init__(self, host: str, port: int, bound: _Bound) -> None:
+    def __init__(self, host: str, port: int, bound: Bound, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, port)
         self._bound = bound
+        self._tls = tls
 
     @override
     def connect(self) -> None:
         deadline = self._bound.deadline
         began = deadline.remaining()
-        if began <= 0:
-            raise TimeoutError("the deadline passed")
-        made = _DeadlineSocket(fileno=socket.create_connection((self.host, self.port), began).detach())
-        made.bound = self._bound
+        made = connected(self.host, self.port, self._bound)
         try:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # the greeting of a far or busy peer needs as long again as the connection took
             listen = max(_LISTEN_MS, round(2000 * (began - deadline.remaining())) + _LISTEN_MS // 2)
             _refuse_speaker(made, min(listen, deadline.remaining_ms()))
+            self.sock = made if self._tls is None else secured(made, self.host, self._tls)
         except BaseException:
             made.close()
             raise
-        self.sock = made
 
 
 def _refuse_speaker(made: socket.socket, listen_ms: int) -> None:
@@ -115,33 +75,6 @@ def _refuse_speaker(made: socket.socket, listen_ms: int) -> None:
     if spoke := made.recv(1, socket.MSG_PEEK):
         raise _SpokeFirstError(spoke)
     raise ConnectionResetError("the peer closed the connection at once")
-
-
-class _PlainWay:
-    """GET over one connection of the class above."""
-
-    def __init__(self, base_url: str, headers: Mapping[str, str], bound: _Bound) -> None:
-        parts = urlsplit(base_url)
-        self._path = parts.path
-        self._headers = headers
-        self._connection = _ListeningConnection(parts.hostname or "", parts.port or 80, bound)
-
-    def get(self, path: str, _seconds: float) -> tuple[int, bytes]:
-        """Status and body. The deadline is the socket's."""
-        try:
-            self._connection.request("GET", self._path + path, headers=dict(self._headers))
-            # closed on every way out: a body without a length has taken the socket out of the connection's hands
-            with closing(self._connection.getresponse()) as response:
-                body = _limited(iter(lambda: response.read(_PIECE), b""), path)
-                if response.length:
-                    raise IncompleteRead(body, response.length)  # read(n) does not say that the peer left
-                return response.status, body
-        except BaseException:
-            self._connection.close()
-            raise
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 def _limited(pieces: Iterator[bytes], url: str) -> bytes:
@@ -160,11 +93,16 @@ class HttpConversation:
 
     def __init__(self, base_url: str, api_key: str | None, deadline: Deadline) -> None:
         self.base_url: str = base_url
-        self._bound = _Bound(deadline)
-        headers = {"Accept-Encoding": "identity", "Accept": "application/json"}
+        self._bound = Bound(deadline)
+        self._headers = {"Accept-Encoding": "identity", "Accept": "application/json"}
         if api_key is not None:
-            headers["Authorization"] = f"Bearer {api_key}"
-        self._way: _Way = _way(base_url, headers, self._bound)
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        parts = urlsplit(base_url)
+        self._path = parts.path
+        secure = parts.scheme == "https"
+        self._connection = _ListeningConnection(
+            parts.hostname or "", parts.port or (443 if secure else 80), self._bound, tls_context() if secure else None
+        )
 
     def rebind(self, deadline: Deadline) -> None:
         """Puts what follows under another deadline; the connection stays open between calls."""
@@ -180,38 +118,44 @@ class HttpConversation:
         step = f"GET {url}"
         self._deadline.check(step, Fate.NOT_SENT)
         try:
-            status, body = self._way.get(path, self._deadline.remaining())
+            status, body = self._get(path)
         except (HTTPException, OSError, UnicodeError, _SpokeFirstError) as error:
             raise self._translate(error, url, step) from error
         if status != 200:
             raise _status_error(url, status, body)
         return body
 
+    def _get(self, path: str) -> tuple[int, bytes]:
+        try:
+            self._connection.request("GET", self._path + path, headers=self._headers)
+            # closed on every way out: a body without a length has taken the socket out of the connection's hands
+            with closing(self._connection.getresponse()) as response:
+                body = _limited(iter(lambda: response.read(_PIECE), b""), path)
+                if response.length:
+                    raise IncompleteRead(body, response.length)  # read(n) does not say that the peer left
+                return response.status, body
+        except BaseException:
+            self._connection.close()
+            raise
+
     def _translate(self, error: Exception, url: str, step: str) -> KVCacheSDKError:
-        causes = list(_chain(error))
-        if any(isinstance(cause, _SpokeFirstError) for cause in causes):
+        if isinstance(error, _SpokeFirstError):
             return UsageError(
                 f"http_url: {self.base_url} is not an HTTP server: it spoke first, as a ZMQ port does. Are url and "
                 "http_url swapped? Nothing was sent, because an HTTP request on its ZMQ port ends an LMCache "
                 "server's message thread"
             )
-        if self._deadline.passed or any(isinstance(cause, TimeoutError) for cause in causes):
+        if self._deadline.passed or isinstance(error, TimeoutError):
             return self._deadline.exceeded(step)
         if isinstance(error, (InvalidURL, UnicodeError)):
             return UsageError(f"http_url: {self.base_url!r} is not an address: {error}")
         if isinstance(error, OSError):
-            return ConnectError(f"{step}: cannot reach the HTTP server of http_url: {causes[-1]}")
-        return RemoteProtocolError(f"{url}: not an HTTP answer: {causes[-1]}", path=url)
+            return ConnectError(f"{step}: cannot reach the HTTP server of http_url: {error}")
+        return RemoteProtocolError(f"{url}: not an HTTP answer: {error}", path=url)
 
     def close(self) -> None:
         """Frees the connection."""
-        self._way.close()
-
-
-def _way(base_url: str, headers: Mapping[str, str], bound: _Bound) -> _Way:
-    if not base_url.startswith("https:"):
-        return _PlainWay(base_url, headers, bound)
-    return SecureWay(base_url, headers, _limited)
+        self._connection.close()
 
 
 @contextmanager
@@ -222,17 +166,6 @@ def converse(base_url: str, api_key: str | None, deadline: Deadline) -> Iterator
         yield conversation
     finally:
         conversation.close()
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what caused it, and what requests and urllib3 put into their arguments, outermost first."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        inner = [arg for arg in error.args if isinstance(arg, BaseException)]
-        reason = getattr(error, "reason", None)
-        error = next(iter(inner), reason if isinstance(reason, BaseException) else error.__cause__)
 
 
 def _status_error(url: str, status: int, body: bytes) -> HTTPStatusError:
