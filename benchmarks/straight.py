@@ -284,28 +284,34 @@ class StraightContext:
         ids, request_id = self._ids(tokens), _request_id()
         with self._wire() as wire:
             if self._pool is None:
-                answers = self._sent(wire, ids, request_id)
+                stored = self._sent(wire, ids, request_id)
             else:
                 key = self._key(ids, request_id)
                 offsets = _offsets(wire.call(PrepareStore(key=key, instance_id=self._instance_id)))
                 assert len(offsets) == len(ids) // self._chunk, "the server has no slots for it"
                 for slots, place in self._pairs(offsets, kv, self._pool, write=True):
                     slots.copy_(place)
-                answers = wire.call(CommitStore(key=key, instance_id=self._instance_id))
+                (answer,) = wire.call(CommitStore(key=key, instance_id=self._instance_id))
+                stored = msgspec.msgpack.decode(answer, type=bool)
             wire.send(EndSession(request_id=request_id))
-        return all(msgspec.msgpack.decode(answer) for answer in answers)
+        return stored
 
-    def _sent(self, wire: Wire, ids: TokenIds, request_id: RequestId) -> list[bytes]:
+    def _sent(self, wire: Wire, ids: TokenIds, request_id: RequestId) -> bool:
+        """A server without a pool answers true also when it had no room (PROTOCOL.md section 6): only the LOOKUP
+        behind it proves a store, so no client is spared that.
+        """
         sent: deque[bytes] = deque()
-        answers: list[bytes] = []
         for first, count, frame in self._frames:
             if len(sent) == AHEAD:
-                answers.extend(wire.answer(sent.popleft()))
+                wire.answer(sent.popleft())
             key = self._key(ids, request_id, first=first, count=count)
             sent.append(wire.send(CommitStore(key=key, instance_id=self._instance_id), frame))
         for uid in sent:
-            answers.extend(wire.answer(uid))
-        return answers
+            wire.answer(uid)
+        whole = self._key(ids, request_id, None)
+        chunks = self._find(wire, whole)
+        wire.send(FreeLookupLocks(key=whole))
+        return chunks * self._chunk == len(ids)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
