@@ -11,7 +11,6 @@ Where a goal against the official SDK is out of its reach too, the goal is out o
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections import deque
@@ -25,6 +24,7 @@ import msgspec
 import torch
 import zmq
 
+from benchmarks.straight_memory import MappedPool, fresh
 from benchmarks.straight_wire import Http, Wire
 from lmcache_sdk.layout import (
     KVLayout,
@@ -53,7 +53,7 @@ from lmcache_sdk.protocol import (
     encode_request,
     parse_version,
 )
-from lmcache_sdk.session import SharedPool, new_instance_id, private_model_name
+from lmcache_sdk.session import new_instance_id, private_model_name
 from lmcache_sdk.values import CorrelationId, InstanceId, RequestId, TokenIds
 
 BATCH: Final = 32 * 2**20
@@ -86,26 +86,6 @@ _prepared: Final = msgspec.msgpack.Decoder(_Prepared)
 _payload: Final = msgspec.msgpack.Decoder(_Payload)
 
 
-def runs(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Slots that follow each other at one distance, which one copy takes: `(first, how many, distance)`."""
-    first = 0
-    while first < len(offsets):
-        end, distance = first + 1, 0
-        if end < len(offsets):
-            distance = max(0, offsets[end] - offsets[first])
-        while distance and end < len(offsets) and offsets[end] - offsets[end - 1] == distance:
-            end += 1
-        yield first, end - first, distance
-        first = end
-
-
-def fresh(layout: KVLayout, shape: Sequence[int], nbytes: int) -> torch.Tensor:
-    """A tensor whose pages nobody has touched; huge ones, which is the cheapest that there is."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=layout.dtype).view(tuple(shape))
-
-
 class StraightContext:
     """See the module, and `side.Context`."""
 
@@ -127,14 +107,13 @@ class StraightContext:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._idle: list[Wire] = []
         """One for each thread that was in a call at the same time."""
-        self._pool: SharedPool | None = None
+        self._pool: MappedPool | None = None
         with self._wire() as wire:
             self._instance_id, registered = self._register(wire, private_model_name(), self._layout)
             reply = msgspec.msgpack.decode(wire.answer(registered)[0], type=Registered)
             if reply.shm_name:
-                self._pool = SharedPool(reply.shm_name, reply.pool_size)
-                self._memory = torch.frombuffer(self._pool.buffer, dtype=self._layout.dtype)
-                self._prove(wire)
+                self._pool = MappedPool(reply, self._layout, self._chunk)
+                self._prove(wire, self._pool)
 
     @contextmanager
     def _wire(self) -> Iterator[Wire]:
@@ -160,7 +139,7 @@ class StraightContext:
         )
         return registration.instance_id, wire.send(Register(registration=registration))
 
-    def _prove(self, wire: Wire) -> None:
+    def _prove(self, wire: Wire, pool: MappedPool) -> None:
         """The canary: bytes that the server writes must show up in the segment that is mapped here."""
         name, written = private_model_name(), os.urandom(self._chunk)
         kv = torch.frombuffer(bytearray(written), dtype=torch.uint8).view(1, 1, self._chunk, 1)
@@ -171,7 +150,7 @@ class StraightContext:
         wire.call(CommitStore(key=key, instance_id=instance_id, data=frame, framed=True))
         assert self._find(wire, self._key(ids, request_id, None, model=name)) == 1, "the canary was not found"
         (offset,) = _offsets(wire.call(PrepareRetrieve(key=key, instance_id=instance_id)))
-        assert self._pool is not None and self._pool.buffer[offset : offset + self._chunk] == written, "another pool"
+        assert pool.bytes_at(offset, self._chunk) == written, "another pool"
         wire.send(CommitRetrieve(key=key, instance_id=instance_id))
         wire.call(EndSession(request_id=request_id))
         wire.send(Unregister(instance_id=instance_id))
@@ -250,7 +229,7 @@ class StraightContext:
             key = self._key(ids, request_id, count=chunks)
             offsets = _offsets(wire.call(PrepareRetrieve(key=key, instance_id=self._instance_id)))
             result = self._result(wire, chunks) if out is None else out
-            for slots, place in self._pairs(offsets, result, self._pool, write=False):
+            for slots, place in self._pool.pairs(offsets, result, write=False):
                 place.copy_(slots)
             committed = wire.send(CommitRetrieve(key=key, instance_id=self._instance_id))
             wire.owe(committed, EndSession(request_id=request_id))
@@ -289,7 +268,7 @@ class StraightContext:
                 key = self._key(ids, request_id)
                 offsets = _offsets(wire.call(PrepareStore(key=key, instance_id=self._instance_id)))
                 assert len(offsets) == len(ids) // self._chunk, "the server has no slots for it"
-                for slots, place in self._pairs(offsets, kv, self._pool, write=True):
+                for slots, place in self._pool.pairs(offsets, kv, write=True):
                     slots.copy_(place)
                 (answer,) = wire.call(CommitStore(key=key, instance_id=self._instance_id))
                 stored = msgspec.msgpack.decode(answer, type=bool)
@@ -313,31 +292,14 @@ class StraightContext:
         wire.send(FreeLookupLocks(key=whole))
         return chunks * self._chunk == len(ids)
 
-    # ---- memory -----------------------------------------------------------------------------------------------------
-
     def _result(self, wire: Wire, chunks: int) -> torch.Tensor:
         planes, layers, size, hidden = self._layout.chunk_shape(self._chunk)
         shape = (planes, layers, chunks * size, hidden)
         if self._fresh_results:
-            return fresh(self._layout, shape, chunks * self._nbytes)
+            return fresh(shape, self._layout.dtype)
         if wire.warm is None or wire.warm.shape != shape:
-            wire.warm = fresh(self._layout, shape, chunks * self._nbytes)
+            wire.warm = fresh(shape, self._layout.dtype)
         return wire.warm
-
-    def _pairs(
-        self, offsets: Sequence[int], kv: torch.Tensor, pool: SharedPool, *, write: bool
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """`[chunk, kv, layer, token, hidden]` on the pool and the same of the tensor, as few as there can be."""
-        shape = self._layout.chunk_shape(self._chunk)
-        planes, layers, _, hidden = kv.shape
-        places = kv.view(planes, layers, len(offsets), self._chunk, hidden).movedim(2, 0)
-        inner = torch.empty(shape, device="meta").stride()
-        for first, count, distance in runs(offsets):
-            start = offsets[first]
-            pool.populate(start, (count - 1) * distance + self._nbytes, write=write)  # no-op where it was done
-            strides = (distance // self._layout.dtype.itemsize, *inner)
-            at = start // self._layout.dtype.itemsize
-            yield self._memory.as_strided((count, *shape), strides, at), places[first : first + count]
 
     def view(self, tokens: list[int]) -> AbstractContextManager[Sequence[torch.Tensor]]:
         """Nobody asks for it: a view of ours is held against its own round trips."""
@@ -353,7 +315,6 @@ class StraightContext:
         self._http.close()
         self._context.term()
         if self._pool is not None:
-            del self._memory
             self._pool.close()
 
 

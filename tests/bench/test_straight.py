@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks import content
-from benchmarks.straight import AHEAD, BATCH, Straight, StraightContext, runs
+from benchmarks.straight import AHEAD, BATCH, Straight, StraightContext
+from benchmarks.straight_memory import runs
 from lmcache_sdk.devserver import DevServer, PlayedEngine, unique_shm_name
 from lmcache_sdk.facade import transfer
 
