@@ -26,17 +26,21 @@ _ROW: Final = 22
 _BAR: Final = 12
 _HEAD: Final = 46
 _SHOWN_COUNT: Final = "2048"
-_LEGEND: Final = "dashed: the goal; line in a bar: the middle half of the repetitions"
+_LEGEND: Final = (
+    "dashed: the goal; line in a bar: the middle half of the repetitions; floor: a client that checks nothing, "
+    "measured beside, misses the goal too"
+)
 _STYLE: Final = """
   text { font: 13px system-ui, sans-serif; fill: #1f2328; }
   .title { font-weight: 600; font-size: 14px; }
   .quiet { fill: #59636e; font-size: 12px; }
   .grid { stroke: #d1d9e0; stroke-width: 1; }
-  .pass { fill: #1a7f5a; } .fail { fill: #c4432b; } .spread { stroke: #1f2328; stroke-width: 1.5; }
+  .pass { fill: #1a7f5a; } .floor { fill: #8a6d1b; } .fail { fill: #c4432b; }
+  .spread { stroke: #1f2328; stroke-width: 1.5; }
   .goal { stroke: #1f2328; stroke-width: 2; stroke-dasharray: 3 2; }
   @media (prefers-color-scheme: dark) {
     text { fill: #f0f6fc; } .quiet { fill: #9198a1; } .grid { stroke: #3d444d; }
-    .pass { fill: #3fb68b; } .fail { fill: #f0806a; } .spread, .goal { stroke: #f0f6fc; }
+    .pass { fill: #3fb68b; } .floor { fill: #d4b44a; } .fail { fill: #f0806a; } .spread, .goal { stroke: #f0f6fc; }
   }
 """
 
@@ -81,7 +85,7 @@ def _bar(line: Line, scale: Scale, y: float) -> Iterator[str]:
     ratio, goal = _shown(line, line.ratio), scale.x(_shown(line, line.goal.bound))
     low, high = sorted(scale.x(_shown(line, edge)) for edge in line.spread)
     start, end = sorted((scale.x(1.0), scale.x(ratio)))
-    kind, word = ("pass", "pass") if line.verdict == "PASS" else ("fail", "fail")
+    kind = line.verdict.lower()
     top = middle - _BAR / 2
     yield f'<text x="{_LABEL - 10}" y="{middle + 4:.1f}" text-anchor="end">{escape(f"{line.row}, {line.case}")}</text>'
     width = max(1.0, end - start)
@@ -91,7 +95,7 @@ def _bar(line: Line, scale: Scale, y: float) -> Iterator[str]:
     )
     yield f'<line class="spread" x1="{low:.1f}" y1="{middle:.1f}" x2="{high:.1f}" y2="{middle:.1f}"/>'
     yield f'<line class="goal" x1="{goal:.1f}" y1="{top - 3:.1f}" x2="{goal:.1f}" y2="{top + _BAR + 3:.1f}"/>'
-    text = f"{ratio:.2f}× ({word}, goal {_shown(line, line.goal.bound):.2f}×)"
+    text = f"{ratio:.2f}× ({kind}, goal {_shown(line, line.goal.bound):.2f}×)"
     yield f'<text class="quiet" x="{_WIDTH - _VALUE + 6}" y="{middle + 4:.1f}">{escape(text)}</text>'
 
 
@@ -99,7 +103,7 @@ def shown_of(lines: Sequence[Line]) -> list[Line]:
     """One judged line of each row: the first with the shown number of tokens, else the first."""
     rows: dict[str, Line] = {}
     for line in lines:
-        if line.verdict not in ("PASS", "FAIL"):
+        if line.verdict not in ("PASS", "FLOOR", "FAIL"):
             continue
         before = rows.setdefault(line.row, line)
         if _SHOWN_COUNT not in before.case.split() and _SHOWN_COUNT in line.case.split():

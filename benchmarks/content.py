@@ -1,4 +1,4 @@
-"""What the benchmark stores and asks for: token ids and KV that both processes can compute for themselves.
+"""What the benchmark stores and asks for: token ids and KV that each process can compute for itself.
 
 Contract: everything follows from (seed, position), so nothing large travels between processes, and what came back is
 checked without keeping a copy of what was stored. Cheap to write (one broadcast addition), different at each plane,

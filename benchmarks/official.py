@@ -30,12 +30,20 @@ class OfficialContext:
     def __init__(self, context: Any) -> None:
         self._context = context
 
+    def expect(self, tokens: list[int], kv: torch.Tensor | None = None) -> None:
+        """Nothing."""
+
     def retrieve(self, tokens: list[int], out: torch.Tensor | None) -> torch.Tensor | None:
         """Its retrieve; it cannot write into a tensor that the caller has."""
         assert out is None, "not offered"
         kv: torch.Tensor | None = self._context.retrieve(tokens)
         # of a one-plane cache it leaves the plane axis out
         return kv[None] if kv is not None and kv.dim() == 3 else kv
+
+    def opened(self, found: object) -> torch.Tensor | None:
+        """That tensor itself."""
+        assert found is None or isinstance(found, torch.Tensor)
+        return found
 
     def store(self, kv: torch.Tensor, tokens: list[int]) -> bool:
         """Its store."""

@@ -21,11 +21,19 @@ class OurContext:
     def __init__(self, context: LMCacheKVCacheContext) -> None:
         self._context = context
 
+    def expect(self, tokens: list[int], kv: torch.Tensor | None = None) -> None:
+        """Nothing."""
+
     def retrieve(self, tokens: list[int], out: torch.Tensor | None) -> torch.Tensor | None:
         """As a user calls it; without `out` exactly as one who has never heard of it."""
         if out is None:
             return self._context.retrieve(tokens)
         return self._context.retrieve(tokens, out=out)
+
+    def opened(self, found: object) -> torch.Tensor | None:
+        """That tensor itself."""
+        assert found is None or isinstance(found, torch.Tensor)
+        return found
 
     def store(self, kv: torch.Tensor, tokens: list[int]) -> bool:
         """Whether all of it is cached now."""

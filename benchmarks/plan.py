@@ -9,6 +9,9 @@ from typing import Final
 from benchmarks.stage import GEOMETRIES, QWEN, Geometry
 
 COUNTS: Final = (256, 2048, 8192)
+_LARGE: Final = 16 * 2**20
+"""Bytes from which on one call is one sample: below, a call is short and its first one after a pause is another."""
+_CALLS: Final = 5
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class Case:
     def nbytes(self) -> int:
         """Of its tensor."""
         return self.geometry.nbytes(self.count)
+
+    @property
+    def calls(self) -> int:
+        """How many calls in a row make one sample, of every side and of the floors: their mean."""
+        return _CALLS if self.nbytes < _LARGE else 1
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

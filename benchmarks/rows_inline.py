@@ -1,4 +1,4 @@
-"""The rows in which bytes travel inside messages."""
+"""The rows in which bytes travel inside messages; a sample is `Case.calls` calls in a row, of every side."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from benchmarks.content import CHUNK
-from benchmarks.figures import Line, at_least
-from benchmarks.plan import Plan
-from benchmarks.rows_shm import CONTENT, Samples, stored, turns
+from benchmarks.figures import NEAR_STORE, Line, at_least
+from benchmarks.plan import Case, Plan
+from benchmarks.samples import CONTENT, Samples, against_official, order_of, stored
 from benchmarks.stage import Stage, new_seed
 
 _MOST_BYTES: Final = 350 * 2**20
@@ -21,48 +21,41 @@ def _repeats(plan: Plan) -> int:
 
 
 def store(stage: Stage, plan: Plan) -> Iterator[Line]:
-    """New tokens every time; the first chunk is read back."""
+    """New tokens every time; all of them are found, and the first chunk is read back."""
     for case in plan.cases(_MOST_BYTES):
         if not case.geometry.official_stores:
             continue
-        with stage.both(case.geometry) as (ours, official):
-            for peer in (ours, official):
+        with stage.connected(case.geometry) as peers:
+            for peer in peers:
                 peer.ask("make", shape=case.shape, content=CONTENT)
             samples = Samples()
-            for peer, counts in turns((ours, official), _repeats(plan), warm_up=1):
-                stage.clear()
-                seed = new_seed()
-                answer = peer.ask("store", seed=seed, count=case.count)
-                ours.ask("lookup", seed=seed, count=case.count, calls=1, expect=case.count)
-                first = case.geometry.shape(CHUNK)
-                ours.ask("retrieve", seed=seed, count=CHUNK, shape=first, content=CONTENT, mode="drop")
-                if counts:
-                    samples.add_answer(peer.side, answer)
-        yield Line(
-            row="inline store",
-            case=case.name,
-            against="official",
-            goal=at_least(2.5),
-            ours=samples["ours"],
-            other=samples["official"],
-        )
+            for repetition in range(-1, _repeats(plan)):
+                for peer in peers:
+                    stage.clear()
+                    seed = new_seed(case.calls)
+                    seconds = peer.seconds("store", seed=seed, count=case.count, calls=case.calls)
+                    _check_stored(stage, case, seed)
+                    if repetition >= 0:
+                        samples.add(peer.side, seconds)
+        yield against_official("inline store", case.name, at_least(2.5), samples, near=NEAR_STORE)
+
+
+def _check_stored(stage: Stage, case: Case, seed: int) -> None:
+    first = Case(case.geometry, CHUNK)
+    for call in range(case.calls):
+        stage.ours.ask("lookup", seed=seed + call, count=case.count, calls=1, expect=case.count)
+        stage.ours.ask("retrieve", **order_of(first, seed + call), mode="drop")
 
 
 def retrieve(stage: Stage, plan: Plan) -> Iterator[Line]:
     """The result is dropped before the next call."""
     for case in plan.cases(_MOST_BYTES):
-        with stage.both(case.geometry) as (ours, official):
-            order = stored(stage, case)
+        with stage.connected(case.geometry) as peers:
+            order = {**stored(stage, case), "calls": case.calls}
             samples = Samples()
-            for peer, counts in turns((ours, official), _repeats(plan), warm_up=1):
-                answer = peer.ask("retrieve", **order, mode="drop")
-                if counts:
-                    samples.add_answer(peer.side, answer)
-        yield Line(
-            row="inline retrieve",
-            case=case.name,
-            against="official",
-            goal=at_least(1.6),
-            ours=samples["ours"],
-            other=samples["official"],
-        )
+            for repetition in range(-1, _repeats(plan)):
+                for peer in peers:
+                    seconds = peer.seconds("retrieve", **order, mode="drop")
+                    if repetition >= 0:
+                        samples.add(peer.side, seconds)
+        yield against_official("inline retrieve", case.name, at_least(1.6), samples)

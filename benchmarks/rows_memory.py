@@ -7,7 +7,7 @@ from typing import Final
 
 from benchmarks.figures import Against, Line, at_most
 from benchmarks.plan import Case, Plan
-from benchmarks.rows_shm import CONTENT
+from benchmarks.samples import CONTENT
 from benchmarks.stage import QWEN, SideName, Stage, new_seed
 
 _COUNT: Final = 2048

@@ -1,4 +1,4 @@
-"""What the worker asks of a library: the few calls that both have, and those that only ours has.
+"""What the worker asks of a library: the few calls that all have, and those that only ours has.
 
 The adapters add nothing that costs time: one Python call.
 """
@@ -15,8 +15,16 @@ import torch
 class Context(Protocol):
     """One model on one server."""
 
-    def retrieve(self, tokens: list[int], out: torch.Tensor | None) -> torch.Tensor | None:
-        """The cached prefix."""
+    def expect(self, tokens: list[int], kv: torch.Tensor | None = None) -> None:
+        """Told, before the clock starts, what a call will be about. A user's client does nothing with it."""
+        ...
+
+    def retrieve(self, tokens: list[int], out: torch.Tensor | None) -> object:
+        """The cached prefix; what `opened` takes."""
+        ...
+
+    def opened(self, found: object) -> torch.Tensor | None:
+        """What a retrieve brought, as a tensor, outside of the timed part."""
         ...
 
     def store(self, kv: torch.Tensor, tokens: list[int]) -> bool:

@@ -1,8 +1,9 @@
-"""What a row runs on: a real server, an engine that has registered the geometries, and one worker for each library.
+"""What a row runs on: a real server, an engine that has registered the geometries, and one worker for each side.
 
-Contract: leaving a `Stage` ends every process it started. Its third worker, `bare`, is ours on the model of
-nearly no bytes: what a call costs besides copying. `both` connects the two workers to one model and leaves
-nothing of it behind, in the workers or in the server's cache, so rows do not see each other.
+Contract: leaving a `Stage` ends every process it started. The sides are ours, the official SDK and the straight-line
+client. A fourth worker, `bare`, is ours on the model of nearly no bytes: what a call costs besides copying. `connected`
+connects the sides to one model and leaves nothing of it behind, in the workers or in the server's cache, so rows do not
+see each other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.integration.make_env import PROJECT_ROOT, STABLE, venv_python
 from tests.integration.processes import Child
 from tests.integration.servers import Engine, EngineShape, RealServer, Transport, child_env
 
-SideName: TypeAlias = Literal["ours", "official"]
+SideName: TypeAlias = Literal["ours", "official", "straight"]
 Answer: TypeAlias = dict[str, Any]
 
 RELEASE: Final = STABLE
@@ -81,14 +82,14 @@ def worker_env(side: SideName) -> dict[str, str]:
     env = child_env(RELEASE)
     del env["OMP_NUM_THREADS"]
     env["LMCACHE_LOG_LEVEL"] = "ERROR"
-    paths = [str(PROJECT_ROOT)] if side == "ours" else [str(PROJECT_ROOT), env["PYTHONPATH"]]
+    paths = [str(PROJECT_ROOT), env["PYTHONPATH"]] if side == "official" else [str(PROJECT_ROOT)]
     env["PYTHONPATH"] = os.pathsep.join(paths)
     return env
 
 
 def python_of(side: SideName) -> Path:
     """The interpreter that has the library."""
-    return Path(sys.executable) if side == "ours" else venv_python()
+    return venv_python() if side == "official" else Path(sys.executable)
 
 
 class OrderError(RuntimeError):
@@ -185,6 +186,7 @@ class Stage:
             stack.enter_context(Engine(self._server, models))
             self.ours = stack.enter_context(self.fresh("ours"))
             self.official = stack.enter_context(self.fresh("official"))
+            self.straight = stack.enter_context(self.fresh("straight"))
             self.bare = stack.enter_context(self.fresh("ours"))
             self.connect(self.bare, TINY)
             self._stack = stack.pop_all()
@@ -196,12 +198,12 @@ class Stage:
         self._stack.close()
 
     @property
-    def peers(self) -> tuple[Peer, Peer]:
-        """The two workers, ours first."""
-        return self.ours, self.official
+    def peers(self) -> tuple[Peer, Peer, Peer]:
+        """The sides, ours first."""
+        return self.ours, self.official, self.straight
 
     def storers(self, geometry: Geometry) -> tuple[Peer, ...]:
-        """The workers that can store it."""
+        """The sides whose stores are compared: without the official one nobody asks for the straight one."""
         return self.peers if geometry.official_stores else (self.ours,)
 
     @contextmanager
@@ -221,11 +223,13 @@ class Stage:
         return peer.seconds("connect", **where, recycle=recycle)
 
     @contextmanager
-    def both(self, geometry: Geometry) -> Iterator[tuple[Peer, Peer]]:
-        """The two workers, connected to one model."""
+    def connected(self, geometry: Geometry, *, kept: bool = False) -> Iterator[tuple[Peer, Peer, Peer]]:
+        """The sides, connected to one model; `kept` when every result stays and the straight-line client must not put
+        the next one into the same memory.
+        """
         try:
             for peer in self.peers:
-                self.connect(peer, geometry)
+                self.connect(peer, geometry, 0 if kept and peer is self.straight else None)
             yield self.peers
         finally:
             for peer in self.peers:

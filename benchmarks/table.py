@@ -6,9 +6,12 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Final
 
-from benchmarks.figures import ENOUGH, Line, Unit
+from benchmarks.figures import ENOUGH, MEANING, Line, Unit
 
-_HEAD: Final = ("row", "case", "ours", "against", "other", "ratio", "goal", "middle half", "n", "verdict")
+_HEAD: Final = (
+    *("row", "case", "ours", "against", "other", "ratio", "goal", "middle half"),
+    *("straight", "×", "n", "verdict"),
+)
 _LEFT: Final = frozenset({"row", "case", "against", "verdict"})
 
 
@@ -25,7 +28,7 @@ def amount(value: float, unit: Unit) -> str:
 
 def _cells(line: Line) -> tuple[str, ...]:
     if not line.ours:
-        return (line.row, line.case, "", line.against, "", "", "", "", "0", line.verdict)
+        return (line.row, line.case, "", line.against, *[""] * 6, "0", line.verdict)
     low, high = line.spread
     return (
         line.row,
@@ -36,6 +39,8 @@ def _cells(line: Line) -> tuple[str, ...]:
         f"{line.ratio:.2f}×",
         line.goal.text(),
         f"{low:.2f} … {high:.2f}",
+        amount(median(line.straight), line.unit) if line.straight else "",
+        f"{line.to_straight:.2f}×" if line.straight else "",
         str(len(line.ours)),
         line.verdict,
     )
@@ -56,5 +61,9 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
             yield f"{line.row}: {line.error}"
     if any(line.ours and line.unit != "MiB" and len(line.ours) < ENOUGH for line in lines):
         yield f"fewer than {ENOUGH} pairs (n): a look, not a result"
+    if any(line.straight for line in lines):
+        yield f"straight: {MEANING['straight']}"
+    if any(line.verdict == "FLOOR" for line in lines):
+        yield f"FLOOR: {MEANING['FLOOR']}"
     counted = [line.verdict for line in lines]
-    yield ", ".join(f"{counted.count(verdict)} {verdict}" for verdict in ("PASS", "FAIL", "ERROR", "info"))
+    yield ", ".join(f"{counted.count(verdict)} {verdict}" for verdict in ("PASS", "FLOOR", "FAIL", "ERROR", "info"))

@@ -1,10 +1,11 @@
-"""One side of the benchmark in a process of its own: it stays, so that it is warm, and makes one call when told to.
+"""One side of the benchmark in a process of its own: it stays, so that it is warm, and makes calls when told to.
 
-    python -m benchmarks.worker ours|official
+    python -m benchmarks.worker ours|official|straight
 
 Answers one JSON line on standard output to each on standard input; {"error": text} when an order failed. What is
 timed is the library's call alone: token lists, tensors, checks of content and the dropping of results are outside.
-An answer has `seconds`, and `faults`, the minor page faults of the process meanwhile.
+An order may say how many `calls` it means; they are made in a row. An answer has `seconds`, and `faults`, the minor
+page faults of the process meanwhile: the means of the calls.
 """
 
 from __future__ import annotations
@@ -36,26 +37,35 @@ _TRIM: Final = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 class Clock:
-    """What one timed block took."""
+    """Runs in its `with` blocks, one for each call, and adds up what they took."""
 
     seconds = 0.0
     faults = 0
+    calls = 0
+
+    def __enter__(self) -> None:
+        self.faults -= _faults()
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+        self.faults += _faults()
+        self.calls += 1
 
     def answer(self) -> Answer:
-        """For the pipe."""
-        return {"seconds": self.seconds, "faults": self.faults}
+        """For the pipe: the means."""
+        return {"seconds": self.seconds / self.calls, "faults": self.faults / self.calls}
 
 
 @contextmanager
-def timed() -> Iterator[Clock]:
-    """Times its block. No collection of garbage falls into it: what is measured is one call, not Python's debts."""
-    clock = Clock()
+def timing() -> Iterator[Clock]:
+    """A clock for calls in a row. No collection of garbage falls between them: what is measured is calls, not Python's
+    debts.
+    """
     gc.collect()
     gc.disable()
     try:
-        faults, began = _faults(), time.perf_counter()
-        yield clock
-        clock.seconds, clock.faults = time.perf_counter() - began, _faults() - faults
+        yield Clock()
     finally:
         gc.enable()
 
@@ -78,7 +88,7 @@ class Worker:
         self._kv: torch.Tensor | None = None
         self._content = 0
         self._out: torch.Tensor | None = None
-        self._kept: list[torch.Tensor | None] = []
+        self._kept: list[object] = []
 
     @property
     def _now(self) -> Context:
@@ -92,7 +102,7 @@ class Worker:
     def do_connect(self, order: Order) -> Answer:
         """A context, in the place of the last one."""
         self.do_close({})
-        with timed() as clock:
+        with timing() as clock, clock:
             context = self._side.connect(order["url"], order["http_url"], order["model"], order.get("recycle"))
         self._context = context
         return clock.answer()
@@ -120,23 +130,39 @@ class Worker:
         return {}
 
     def do_store(self, order: Order) -> Answer:
-        """Stores the made KV under the tokens of a seed."""
-        tokens, kv = _tokens(order["seed"], order["count"]), self._kv
+        """Stores the made KV under the tokens of a seed, each call under those of the next one."""
+        kv, stored = self._kv, []
         assert kv is not None, "nothing made"
-        with timed() as clock:
-            stored = self._now.store(kv, tokens)
-        return {**clock.answer(), "wrong": "" if stored else "store said no"}
+        lists = self._expected(order, kv)
+        with timing() as clock:
+            for tokens in lists:
+                with clock:
+                    answer = self._now.store(kv, tokens)
+                stored.append(answer)
+        return {**clock.answer(), "wrong": "" if all(stored) else "store said no"}
+
+    def _expected(self, order: Order, kv: torch.Tensor | None = None) -> list[list[int]]:
+        """Token lists of as many seeds as there are calls, made known to the library."""
+        lists = [_tokens(order["seed"] + call, order["count"]) for call in range(order.get("calls", 1))]
+        for tokens in lists:
+            self._now.expect(tokens, kv)
+        return lists
 
     def do_retrieve(self, order: Order) -> Answer:
         """Retrieves; `mode` says what becomes of the result: drop, keep, or out for a warm tensor of ours."""
         tokens, shape = _tokens(order["seed"], order["count"]), tuple(order["shape"])
         out = self._warm_out(shape) if order["mode"] == "out" else None
-        with timed() as clock:
-            kv = self._now.retrieve(tokens, out)
-        wrong = content.find_wrong(kv, shape, order["content"])
-        if order["mode"] == "keep":
-            self._kept.append(kv)
-        return {**clock.answer(), "wrong": wrong}
+        self._now.expect(tokens)
+        found: object = None
+        with timing() as clock:
+            for _ in range(order.get("calls", 1)):
+                found = None  # the last one is dropped outside of the clock
+                with clock:
+                    found = self._now.retrieve(tokens, out)
+                if order["mode"] == "keep":
+                    self._kept.append(found)
+        # of several the last one: to look at each would part what is to be in a row
+        return {**clock.answer(), "wrong": content.find_wrong(self._now.opened(found), shape, order["content"])}
 
     def _warm_out(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self._out is None or tuple(self._out.shape) != shape:
@@ -144,35 +170,37 @@ class Worker:
         return self._out
 
     def do_miss(self, order: Order) -> Answer:
-        """Retrieves of what nobody has stored; `calls` of them, the mean."""
-        misses = [_tokens(order["seed"] + call, order["count"]) for call in range(order["calls"])]
-        found = []
-        with timed() as clock:
+        """Retrieves of what nobody has stored, other tokens each time."""
+        misses, found = self._expected(order), []
+        with timing() as clock:
             for tokens in misses:
-                found.append(self._now.retrieve(tokens, None))
-        wrong = "" if found == [None] * len(misses) else "something came back"
-        return {**_mean(clock, len(misses)), "wrong": wrong}
+                with clock:
+                    answer = self._now.retrieve(tokens, None)
+                found.append(answer)
+        return {**clock.answer(), "wrong": "" if found == [None] * len(misses) else "something came back"}
 
     def do_lookup(self, order: Order) -> Answer:
-        """Lookups of what is stored; `calls` of them, the mean."""
-        tokens, calls = _tokens(order["seed"], order["count"]), order["calls"]
-        found = []
-        with timed() as clock:
-            for _ in range(calls):
-                found.append(self._now.lookup(tokens))
-        wrong = "" if set(found) == {order["expect"]} else f"{set(found)} tokens found, expected {order['expect']}"
-        return {**_mean(clock, calls), "wrong": wrong}
+        """Lookups of what is stored."""
+        tokens, found = _tokens(order["seed"], order["count"]), set()
+        self._now.expect(tokens)
+        with timing() as clock:
+            for _ in range(order["calls"]):
+                with clock:
+                    hit = self._now.lookup(tokens)
+                found.add(hit)
+        wrong = "" if found == {order["expect"]} else f"{found} tokens found, expected {order['expect']}"
+        return {**clock.answer(), "wrong": wrong}
 
     def do_view(self, order: Order) -> Answer:
-        """A zero-copy read in which nothing is read; `calls` of them, the mean."""
+        """Zero-copy reads in which nothing is read."""
         tokens, calls = _tokens(order["seed"], order["count"]), order["calls"]
         count = 0
-        with timed() as clock:
+        with timing() as clock:
             for _ in range(calls):
-                with self._now.view(tokens) as chunks:
+                with clock, self._now.view(tokens) as chunks:
                     count += len(chunks)
         expected = calls * (order["count"] // content.CHUNK)
-        return {**_mean(clock, calls), "wrong": "" if count == expected else f"{count} chunks, expected {expected}"}
+        return {**clock.answer(), "wrong": "" if count == expected else f"{count} chunks, expected {expected}"}
 
     def do_copy(self, order: Order) -> Answer:
         """The floor: the same bytes copied from the server's pool into one warm buffer, as fast as torch can."""
@@ -182,8 +210,10 @@ class Worker:
             sources = [chunk.reshape(-1) for chunk in chunks]
             targets = torch.split(flat, [source.numel() for source in sources])
             _copy_all(sources, targets)  # faults the mapping in
-            with timed() as clock:
-                _copy_all(sources, targets)
+            with timing() as clock:
+                for _ in range(order.get("calls", 1)):
+                    with clock:
+                        _copy_all(sources, targets)
             del sources, targets
         return clock.answer()
 
@@ -191,6 +221,8 @@ class Worker:
         """Several threads on the one context, each `calls` times a lookup and a retrieve; operations per second."""
         count, shape, calls = order["count"], tuple(order["shape"]), order["calls"]
         lists = [_tokens(order["seed"] + number, count) for number in range(order["threads"])]
+        for tokens in lists:
+            self._now.expect(tokens)
         gate = threading.Barrier(len(lists) + 1)
         problems: list[str] = []
 
@@ -200,14 +232,15 @@ class Worker:
                 for _ in range(calls):
                     if self._now.lookup(tokens) != count:
                         problems.append("lookup found too little")
-                    problems.extend(filter(None, [_shape_problem(self._now.retrieve(tokens, None), shape)]))
+                    found = self._now.opened(self._now.retrieve(tokens, None))
+                    problems.extend(filter(None, [_shape_problem(found, shape)]))
             except Exception as error:  # noqa: BLE001 - goes to the report
                 problems.append(f"{type(error).__name__}: {error}")
 
         threads = [threading.Thread(target=work, args=(tokens,)) for tokens in lists]
         for thread in threads:
             thread.start()
-        with timed() as clock:
+        with timing() as clock, clock:
             gate.wait()
             for thread in threads:
                 thread.join()
@@ -224,10 +257,6 @@ def _shape_problem(kv: torch.Tensor | None, shape: tuple[int, ...]) -> str:
 def _copy_all(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
-
-
-def _mean(clock: Clock, calls: int) -> Answer:
-    return {"seconds": clock.seconds / calls, "faults": clock.faults / calls}
 
 
 def main(side: str, answers: TextIO) -> None:

@@ -43,6 +43,13 @@ def test_cost_against_the_official_is_drawn_as_a_gain() -> None:
     assert "4.00× (pass, goal 2.00×)" in texts(picture)
 
 
+def test_floor_is_a_word_of_its_own() -> None:
+    held = Line(row="r", case="c", against="official", goal=at_least(2.0), ours=[7.0], other=[10.0], straight=[6.0])
+    picture = drawn(held)
+    assert [bar.get("class") for bar in picture.iter(f"{SVG}rect")] == ["floor"]
+    assert any(text.startswith("1.43× (floor") for text in texts(picture))
+
+
 def test_nothing_lies_outside() -> None:
     picture = drawn(a_line("slow", at_least(2.0), other=0.01), a_line("fast", at_least(2.0), other=900.0))
     width = float(picture.get("width", "0"))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from benchmarks.figures import Goal, Line, Unit, at_least, at_most, failed, passed, quartiles
+from benchmarks.figures import NEAR, NEAR_STORE, Against, Goal, Line, Unit, at_least, at_most, failed, passed, quartiles
 
 
 def line(goal: Goal, ours: list[float], other: list[float], unit: Unit = "ms", *, judged: bool = True) -> Line:
@@ -83,3 +84,55 @@ def test_json_has_samples_and_what_follows() -> None:
     assert document["verdict"] == "PASS"
     assert document["goal"] == {"kind": "gain", "bound": 2.0}
     assert "ratio" not in failed("r", RuntimeError()).as_json()
+
+
+def held(
+    goal: Goal, ours: float, official: float, straight: float, *, against: Against = "official", near: float = NEAR
+) -> Line:
+    """Three sides that always take the same time."""
+    taken = line(goal, [ours] * 3, [official] * 3)
+    return replace(taken, straight=[straight] * 3, against=against, near=near)
+
+
+@pytest.mark.parametrize(
+    ("taken", "verdict"),
+    [
+        # twice as fast as 10 is 5: the straight client takes 6, so nobody reaches it
+        (held(at_least(2.0), 7.5, 10.0, 6.0), "FLOOR"),
+        (held(at_least(2.0), 7.6, 10.0, 6.0), "FAIL"),
+        (held(at_least(2.0), 7.6, 10.0, 6.0, near=NEAR_STORE), "FLOOR"),
+        # the straight client reaches the goal, so ours could
+        (held(at_least(2.0), 5.5, 10.0, 5.0), "FAIL"),
+        (held(at_least(2.0), 4.9, 10.0, 6.0), "PASS"),
+        (held(at_most(0.5), 7.0, 10.0, 6.0), "FLOOR"),
+        (held(at_most(0.5), 7.0, 10.0, 5.0), "FAIL"),
+        # a line that is held against a floor already has no other one
+        (held(at_most(1.25), 7.5, 5.0, 6.9, against="floor"), "FAIL"),
+    ],
+)
+def test_goal_that_nobody_reaches_is_a_floor_if_ours_is_near(taken: Line, verdict: str) -> None:
+    assert taken.verdict == verdict
+    assert passed([taken]) is (verdict != "FAIL")
+
+
+def test_floor_of_operations_per_second_counts_the_other_way() -> None:
+    taken = replace(line(at_least(2.0), [150.0], [100.0], "ops/s"), straight=[180.0])
+    assert (taken.ratio, taken.straight_ratio, taken.to_straight) == (1.5, 1.8, 1.2)
+    assert taken.verdict == "FLOOR"
+
+
+def test_floor_is_seen_in_pairs_too() -> None:
+    """Three times slower for one repetition, all three sides: nothing changes."""
+    taken = line(at_least(2.0), [7.0, 21.0, 7.0], [10.0, 30.0, 10.0])
+    taken = replace(taken, straight=[6.0, 18.0, 6.0])
+    assert taken.to_straight == pytest.approx(7 / 6)
+    assert taken.straight_ratio == pytest.approx(10 / 6)
+
+
+def test_json_says_what_the_straight_client_took() -> None:
+    document = json.loads(json.dumps(held(at_least(2.0), 7.5, 10.0, 6.0).as_json()))
+    assert document["straight"] == [6.0] * 3
+    assert document["to_straight"] == 1.25
+    assert document["straight_ratio"] == pytest.approx(10 / 6)
+    assert document["verdict"] == "FLOOR"
+    assert "to_straight" not in line(at_least(2.0), [1.0], [4.0]).as_json()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan import COUNTS, Plan, quick
+from benchmarks.plan import COUNTS, Case, Plan, quick
 from benchmarks.stage import MLA, QWEN, SMALL, Geometry
 
 
@@ -27,3 +27,10 @@ def test_heavy_cases_can_be_left_out() -> None:
 
 def test_quick_plan() -> None:
     assert [case.name for case in quick(3).cases()] == ["Qwen3-8B 2048"]
+
+
+@pytest.mark.parametrize(
+    ("geometry", "count", "calls"), [(SMALL, 256, 5), (SMALL, 8192, 5), (MLA, 256, 1), (QWEN, 256, 1), (QWEN, 8192, 1)]
+)
+def test_short_cases_are_means_of_calls_in_a_row(geometry: Geometry, count: int, calls: int) -> None:
+    assert Case(geometry, count).calls == calls
