@@ -33,7 +33,6 @@ from lmcache_sdk.layout import (
     dtype_name,
     max_chunks_per_payload,
     read_payload,
-    write_payload,
 )
 from lmcache_sdk.protocol import (
     CommitRetrieve,
@@ -55,6 +54,7 @@ from lmcache_sdk.protocol import (
 )
 from lmcache_sdk.session import new_instance_id, private_model_name
 from lmcache_sdk.values import CorrelationId, InstanceId, RequestId, TokenIds
+from tests.layout.frames import frame_of
 
 BATCH: Final = 32 * 2**20
 """Bytes of one inline message, as in ours."""
@@ -146,7 +146,7 @@ class StraightContext:
         ids, request_id = TokenIds(int.from_bytes(os.urandom(3), "big") for _ in range(self._chunk)), _request_id()
         key = self._key(ids, request_id, model=name)
         instance_id, _ = self._register(wire, name, _CANARY)
-        frame = write_payload(kv, _CANARY, self._chunk, 0, 1, self._dialect.payload_form)
+        frame = frame_of(kv, _CANARY, self._chunk, 0, 1, self._dialect.payload_form)
         wire.call(CommitStore(key=key, instance_id=instance_id, data=frame, framed=True))
         assert self._find(wire, self._key(ids, request_id, None, model=name)) == 1, "the canary was not found"
         (offset,) = _offsets(wire.call(PrepareRetrieve(key=key, instance_id=instance_id)))
@@ -168,7 +168,7 @@ class StraightContext:
             form, limit = self._dialect.payload_form, max_chunks_per_payload(self._layout, self._chunk) * self._nbytes
             self._frames, self._frames_of = [], kv
             for first, count in batches(len(ids) // self._chunk, self._nbytes, min(BATCH, limit)):
-                frame = write_payload(kv, self._layout, self._chunk, first, count, form)
+                frame = frame_of(kv, self._layout, self._chunk, first, count, form)
                 self._frames.append((first, count, zmq.Frame(frame, copy=True)))
 
     def _ids(self, tokens: list[int]) -> TokenIds:

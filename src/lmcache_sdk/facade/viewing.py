@@ -98,7 +98,7 @@ class KVView(Sequence[torch.Tensor]):
     what is written is what every engine reads from then on. On an inline server they are copies of one's own.
 
     After the block, when half of the read locks' time-to-live is over, and when the context was closed meanwhile, using
-    the view raises LeaseExpiredError. So does leaving its block when the locks had ended before: what the block has read
+    the view raises LeaseExpiredError. So does leaving its block when the locks had ended before: what the block read
     may not have been the cache. A tensor taken out of a view is not guarded: clone what is to be kept.
     """
 

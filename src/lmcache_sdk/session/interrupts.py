@@ -10,6 +10,7 @@ Only the main thread runs handlers, so elsewhere this does nothing. It nests: th
 
 from __future__ import annotations
 
+import _signal
 import signal
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import Final
 Handler = Callable[[int, "FrameType | None"], object]
 
 _NAMES: Final = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-_SIGNALS: Final = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+_SIGNALS: Final = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
 class _Deferral:
@@ -44,10 +45,10 @@ class _Deferral:
         return True
 
     def _defer(self, number: int) -> None:
-        handler = signal.getsignal(number)
+        handler = _signal.getsignal(number)
         if callable(handler) and handler != self._note:
             self.handlers[number] = handler
-            signal.signal(number, self._note)
+            _signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.open:
@@ -60,8 +61,8 @@ class _Deferral:
         self.run_pending()
 
     def _restore(self, number: int) -> None:
-        if signal.getsignal(number) == self._note:  # a handler may have put another in its place
-            signal.signal(number, self.handlers[number])
+        if _signal.getsignal(number) == self._note:  # a handler may have put another in its place
+            _signal.signal(number, self.handlers[number])
 
     def _exchange(self, one: Callable[[int], None], numbers: list[int]) -> None:
         """Does `one` for every number, whatever the handlers that are in place meanwhile raise."""

@@ -47,6 +47,10 @@ _REFUSED: Final[Mapping[int, str]] = {
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the peer does not speak ZMTP",
     zmq.Event.HANDSHAKE_FAILED_AUTH: "the peer asks for ZMTP authentication, which LMCache does not have",
 }
+_NOW: Final = int(zmq.NOBLOCK)
+_NOW_AND_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_READABLE: Final = int(zmq.POLLIN)
+"""Numbers: the enumerations take as long to combine as a small message to send."""
 
 
 @contextlib.contextmanager
@@ -132,8 +136,8 @@ class ZmqTransport:
         parts = [_message_of(frame) for frame in frames]
         with _translated(self._url, ConnectionLostError, Fate.UNKNOWN):
             for part in parts[:-1]:
-                self._socket.send(part, flags=zmq.NOBLOCK | zmq.SNDMORE)
-            self._socket.send(parts[-1], flags=zmq.NOBLOCK)
+                self._socket.send(part, flags=_NOW_AND_MORE)
+            self._socket.send(parts[-1], flags=_NOW)
 
     def receive(self, deadline: Deadline, *, interruptible: bool = True) -> list[Buffer] | None:
         """The next message, or None when the deadline passed; see `Transport.receive`."""
@@ -152,16 +156,16 @@ class ZmqTransport:
 
     def _receive_now(self) -> list[Buffer] | None:
         try:
-            frames = self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+            frames = self._socket.recv_multipart(flags=_NOW, copy=False)
         except zmq.Again:
             return None
         return [frame.bytes if len(frame) <= _COPY_BELOW else frame.buffer for frame in frames]
 
     def _poll(self, deadline: Deadline, sockets: Sequence[_Socket], *, interruptible: bool) -> list[object]:
         """What is readable, nothing when the deadline passed; raises when the session is being closed."""
-        watched: list[tuple[Any, int]] = [(socket, zmq.POLLIN) for socket in sockets]
+        watched: list[tuple[Any, int]] = [(socket, _READABLE) for socket in sockets]
         if interruptible:
-            watched.append((self._wake_fd, zmq.POLLIN))
+            watched.append((self._wake_fd, _READABLE))
         with window() if interruptible else contextlib.nullcontext():
             polled = zmq.zmq_poll(watched, deadline.remaining_ms())
         ready: list[object] = [source for source, _ in polled]

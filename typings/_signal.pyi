@@ -1,0 +1,6 @@
+# The functions under those of `signal`, without the conversions to enumerations, which take longer than the calls.
+from collections.abc import Callable
+from types import FrameType
+
+def getsignal(signalnum: int, /) -> Callable[[int, FrameType | None], object] | int | None: ...
+def signal(signalnum: int, handler: Callable[[int, FrameType | None], object] | int, /) -> object: ...
