@@ -11,6 +11,7 @@ Ctrl-C ends, then leaves `with`), interrupt-store (the same in a store). The las
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 
@@ -54,6 +55,7 @@ def failing(ctx: LMCacheKVCacheContext) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell's children ignore it
     url, http_url, model, how = sys.argv[1:5]
     ctx = lmc_sdk.connect(url, http_url, model, 60.0 if how.startswith("interrupt") else 5.0)
     ctx.store(values_of(ctx.server_version, model, len(TOKENS), 1), TOKENS)
