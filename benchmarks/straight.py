@@ -276,10 +276,14 @@ class StraightContext:
         return stored
 
     def _sent(self, wire: Wire, ids: TokenIds, request_id: RequestId) -> bool:
-        """A server without a pool answers true also when it had no room (PROTOCOL.md section 6): only the LOOKUP
-        behind it proves a store, so no client is spared that.
+        """A server without a pool answers true also when it had no room, and for what was cached already (PROTOCOL.md
+        section 6): a LOOKUP before tells what was there, one behind it what is. No client that says the truth is
+        spared them.
         """
         sent: deque[bytes] = deque()
+        whole = self._key(ids, request_id, None)
+        if found := self._find(wire, whole):
+            wire.send(FreeLookupLocks(key=self._key(ids, request_id, None, count=found)))
         for first, count, frame in self._frames:
             if len(sent) == AHEAD:
                 wire.answer(sent.popleft())
@@ -287,7 +291,6 @@ class StraightContext:
             sent.append(wire.send(CommitStore(key=key, instance_id=self._instance_id), frame))
         for uid in sent:
             wire.answer(uid)
-        whole = self._key(ids, request_id, None)
         chunks = self._find(wire, whole)
         wire.send(FreeLookupLocks(key=whole))
         return chunks * self._chunk == len(ids)
