@@ -2,9 +2,9 @@
 
 It sends the requests that the work needs and those that the issue on faults demands, in the best order that a client
 can have, and nothing else: no checks, no deadlines, nothing that is ready for a failure. It is a lower bound, so it is
-given what no user's client has: token ids are encoded before the clock starts, payloads too, results go into memory
-that is warm, and no tensor is made of a payload. What a server handles after the answer is left to it: nobody waits for
-the answer to COMMIT_RETRIEVE, FREE_LOOKUP_LOCKS or END_SESSION.
+given what no user's client has: payloads are made before the clock starts, results go into memory that is warm, and no
+tensor is made of a payload. As ours, it holds no lock when a call returns (COMMIT_RETRIEVE and FREE_LOOKUP_LOCKS are waited
+for), and leaves the answer to END_SESSION to the next call.
 
 Where a goal against the official SDK is out of its reach too, the goal is out of reach (`figures.Line.held_by_floor`).
 """
@@ -49,11 +49,10 @@ from lmcache_sdk.protocol import (
     Registration,
     Unregister,
     dialect_of_server,
-    encode_request,
     parse_version,
 )
 from lmcache_sdk.session import new_instance_id, private_model_name
-from lmcache_sdk.values import CorrelationId, InstanceId, RequestId, TokenIds
+from lmcache_sdk.values import InstanceId, RequestId, TokenIds
 from tests.layout.frames import frame_of
 
 BATCH: Final = 32 * 2**20
@@ -93,7 +92,6 @@ class StraightContext:
         self._url = url
         self._model = model
         self._fresh_results = fresh_results
-        self._known: dict[int, tuple[list[int], TokenIds]] = {}
         self._frames: list[tuple[int, int, zmq.Frame]] = []
         self._frames_of: torch.Tensor | None = None
         self._http = Http(http_url)
@@ -121,7 +119,6 @@ class StraightContext:
             wire = self._idle.pop()
         except IndexError:
             wire = Wire(self._context, self._url, self._dialect)
-        wire.settle()
         yield wire
         self._idle.append(wire)
 
@@ -158,21 +155,13 @@ class StraightContext:
     # ---- the calls --------------------------------------------------------------------------------------------------
 
     def expect(self, tokens: list[int], kv: torch.Tensor | None = None) -> None:
-        """Encodes what will come."""
-        if id(tokens) not in self._known:
-            # the list is kept with them: its id is good for as long as it lives
-            self._known[id(tokens)] = tokens, TokenIds(tokens)
-        ids = self._ids(tokens)
-        encode_request(self._dialect, CorrelationId(0), Lookup(key=self._key(ids, _request_id())))
+        """Makes the payloads of what will be stored."""
         if kv is not None and self._pool is None and self._frames_of is not kv:
             form, limit = self._dialect.payload_form, max_chunks_per_payload(self._layout, self._chunk) * self._nbytes
             self._frames, self._frames_of = [], kv
-            for first, count in batches(len(ids) // self._chunk, self._nbytes, min(BATCH, limit)):
+            for first, count in batches(len(tokens) // self._chunk, self._nbytes, min(BATCH, limit)):
                 frame = frame_of(kv, self._layout, self._chunk, first, count, form)
                 self._frames.append((first, count, zmq.Frame(frame, copy=True)))
-
-    def _ids(self, tokens: list[int]) -> TokenIds:
-        return self._known[id(tokens)][1]
 
     def _key(
         self,
@@ -204,18 +193,18 @@ class StraightContext:
 
     def lookup(self, tokens: list[int]) -> int:
         """LOOKUP and QUERY_PREFETCH_STATUS, FREE_LOOKUP_LOCKS and END_SESSION."""
-        ids, request_id = self._ids(tokens), _request_id()
+        ids, request_id = TokenIds(tokens), _request_id()
         key = self._key(ids, request_id, None)
         with self._wire() as wire:
             chunks = self._find(wire, key)
             if chunks:
-                wire.send(FreeLookupLocks(key=self._key(ids, request_id, None, count=chunks)))
+                wire.call(FreeLookupLocks(key=self._key(ids, request_id, None, count=chunks)))
             wire.send(EndSession(request_id=request_id))
         return chunks * self._chunk
 
     def retrieve(self, tokens: list[int], out: torch.Tensor | None) -> object:
         """A tensor, or the payloads as they came; of a miss None, and a status that was asked for after it."""
-        ids, request_id = self._ids(tokens), _request_id()
+        ids, request_id = TokenIds(tokens), _request_id()
         with self._wire() as wire:
             chunks = self._find(wire, self._key(ids, request_id, None))
             if not chunks:
@@ -231,8 +220,8 @@ class StraightContext:
             result = self._result(wire, chunks) if out is None else out
             for slots, place in self._pool.pairs(offsets, result, write=False):
                 place.copy_(slots)
-            committed = wire.send(CommitRetrieve(key=key, instance_id=self._instance_id))
-            wire.owe(committed, EndSession(request_id=request_id))
+            wire.call(CommitRetrieve(key=key, instance_id=self._instance_id))
+            wire.send(EndSession(request_id=request_id))
         return result
 
     def _received(self, wire: Wire, ids: TokenIds, request_id: RequestId, chunks: int) -> list[tuple[int, memoryview]]:
@@ -260,7 +249,7 @@ class StraightContext:
 
     def store(self, kv: torch.Tensor, tokens: list[int]) -> bool:
         """Everything prepared, written and committed at once; inline the payloads that were made beforehand."""
-        ids, request_id = self._ids(tokens), _request_id()
+        ids, request_id = TokenIds(tokens), _request_id()
         with self._wire() as wire:
             if self._pool is None:
                 stored = self._sent(wire, ids, request_id)
@@ -283,7 +272,7 @@ class StraightContext:
         sent: deque[bytes] = deque()
         whole = self._key(ids, request_id, None)
         if found := self._find(wire, whole):
-            wire.send(FreeLookupLocks(key=self._key(ids, request_id, None, count=found)))
+            wire.call(FreeLookupLocks(key=self._key(ids, request_id, None, count=found)))
         for first, count, frame in self._frames:
             if len(sent) == AHEAD:
                 wire.answer(sent.popleft())
@@ -292,7 +281,7 @@ class StraightContext:
         for uid in sent:
             wire.answer(uid)
         chunks = self._find(wire, whole)
-        wire.send(FreeLookupLocks(key=whole))
+        wire.call(FreeLookupLocks(key=whole))
         return chunks * self._chunk == len(ids)
 
     def _result(self, wire: Wire, chunks: int) -> torch.Tensor:
@@ -313,7 +302,6 @@ class StraightContext:
         with self._wire() as wire:
             wire.call(Unregister(instance_id=self._instance_id))
         for wire in self._idle:
-            wire.settle()
             wire.close()
         self._http.close()
         self._context.term()

@@ -32,7 +32,6 @@ class Wire:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, dialect: Dialect) -> None:
         self._dialect = dialect
         self._last = 0
-        self._owed: tuple[bytes, Request[Any]] | None = None
         self._socket = context.socket(zmq.DEALER)
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.RCVTIMEO, int(TIMEOUT * 1000))):
             self._socket.setsockopt(option, value)
@@ -68,18 +67,6 @@ class Wire:
     def call(self, request: Request[Any]) -> list[bytes]:
         """Sends a request and waits."""
         return self.answer(self.send(request))
-
-    def owe(self, uid: bytes, then: Request[Any]) -> None:
-        """Leaves for the next user what must be sent after an answer that nobody waits for."""
-        self._owed = uid, then
-
-    def settle(self) -> None:
-        """Sends what the last user left."""
-        if self._owed is not None:
-            uid, then = self._owed
-            self._owed = None
-            self.answer(uid)
-            self.send(then)
 
     def close(self) -> None:
         """Frees the socket."""
