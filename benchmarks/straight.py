@@ -3,8 +3,8 @@
 It sends the requests that the work needs and those that the issue on faults demands, in the best order that a client
 can have, and nothing else: no checks, no deadlines, nothing that is ready for a failure. It is a lower bound, so it is
 given what no user's client has: payloads are made before the clock starts, results go into memory that is warm, and no
-tensor is made of a payload. As ours, it holds no lock when a call returns (COMMIT_RETRIEVE and FREE_LOOKUP_LOCKS are waited
-for), and leaves the answer to END_SESSION to the next call.
+tensor is made of a payload. As ours, it holds no lock when a call returns (it waits for COMMIT_RETRIEVE and for
+FREE_LOOKUP_LOCKS), and leaves the answer to END_SESSION to the next call.
 
 Where a goal against the official SDK is out of its reach too, the goal is out of reach (`figures.Line.held_by_floor`).
 """

@@ -25,7 +25,7 @@ _PID: Final = os.getpid()
 _SERIAL_ELEMENTS: Final = 32_768
 """Elements up to which torch copies in the calling thread (its GRAIN_SIZE)."""
 _MIN_RUN_NBYTES: Final = 64
-_ALONE_NBYTES: Final = 4 * 2**20
+_ALONE_NBYTES: Final = 12 * 2**20
 """Bytes up to which this thread moves them alone: to wake torch's others, on cores that a server is using, can take a
 time slice, which is longer.
 """

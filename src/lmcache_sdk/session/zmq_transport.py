@@ -134,15 +134,18 @@ class ZmqTransport:
         if self._lost is not None:
             raise ConnectionLostError(f"{self._url}: {self._lost}", fate=Fate.NOT_SENT)
         parts = [_message_of(frame) for frame in frames]
-        with _translated(self._url, ConnectionLostError, Fate.UNKNOWN):
+        try:
             for part in parts[:-1]:
                 self._socket.send(part, flags=_NOW_AND_MORE)
             self._socket.send(parts[-1], flags=_NOW)
+        except zmq.ZMQError as error:
+            raise ConnectionLostError(f"{self._url}: {error}", fate=Fate.UNKNOWN) from error
 
     def receive(self, deadline: Deadline, *, interruptible: bool = True) -> list[Buffer] | None:
         """The next message, or None when the deadline passed; see `Transport.receive`."""
-        with _translated(self._url, ConnectionLostError, Fate.UNKNOWN):
+        try:
             while True:
+                # not ZMQ_EVENTS, which is cheaper and loses what arrived just before the peer went away
                 frames = self._receive_now()
                 if frames is not None:
                     return frames
@@ -153,6 +156,8 @@ class ZmqTransport:
                     return None
                 if self._monitor in ready:
                     self._note_event()
+        except zmq.ZMQError as error:
+            raise ConnectionLostError(f"{self._url}: {error}", fate=Fate.UNKNOWN) from error
 
     def _receive_now(self) -> list[Buffer] | None:
         try:
