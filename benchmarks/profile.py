@@ -1,4 +1,4 @@
-"""Where one call's time goes: `python -m benchmarks.profile lookup --tokens 8192 --geometry small [--transport inline]`.
+"""Where one call's time goes: `python -m benchmarks.profile lookup --tokens 8192 --geometry small`.
 
 Makes the call again and again on a real server, in this process, and prints what one of them took: wall time, the CPU
 time of the calling thread and of the server's whole process, the minor page faults, and then cProfile's view of the
@@ -39,6 +39,11 @@ def server_seconds(pid: int) -> float:
     """CPU time that a process has used, all its threads together."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def page_faults() -> int:
+    """Minor ones of this process until now."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def call_of(
@@ -87,21 +92,16 @@ def main() -> None:
         walls, mine, theirs, faults = [], 0.0, 0.0, 0
         for _ in range(_CALLS):
             prepare()
-            before = (
-                server_seconds(server.pid),
-                time.thread_time(),
-                resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
-            )
+            before = server_seconds(server.pid), time.thread_time(), page_faults()
             began = time.perf_counter()
             call()
             walls.append(time.perf_counter() - began)
             mine += time.thread_time() - before[1]
-            faults += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before[2]
+            faults += page_faults() - before[2]
             theirs += server_seconds(server.pid) - before[0]
-        print(
-            f"{chosen.call} {geometry.name} {chosen.tokens} {chosen.transport}: {median(walls) * _MS:.2f} ms; CPU: calling "
-            f"thread {mine / _CALLS * _MS:.2f} ms, server {theirs / _CALLS * _MS:.1f} ms; {faults / _CALLS:.0f} page faults"
-        )
+        what = f"{chosen.call} {geometry.name} {chosen.tokens} {chosen.transport}"
+        cpu = f"CPU: calling thread {mine / _CALLS * _MS:.2f} ms, server {theirs / _CALLS * _MS:.1f} ms"
+        print(f"{what}: {median(walls) * _MS:.2f} ms; {cpu}; {faults / _CALLS:.0f} page faults")
         profile = cProfile.Profile(time.thread_time)
         for _ in range(_CALLS):
             prepare()
