@@ -201,7 +201,6 @@ def test_an_inline_store_looks_up_before_and_after(inline_meter: Meter, monkeypa
     assert (cost.requests, cost.trips) == ([*MISS, *3 * ["CommitStore"], "EndSession", *LOOKUP_HIT], 5)
 
 
-@pytest.mark.xfail(strict=True, reason="storing.store_chunks looks up again although it has written nothing since")
 def test_an_inline_store_of_what_is_cached_looks_up_once(inline_meter: Meter) -> None:
     inline_meter.rig.cache(3)
     ctx = inline_meter.connect()

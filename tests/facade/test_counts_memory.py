@@ -36,7 +36,7 @@ WIDTH: Final = 2048
 CHUNK_NBYTES: Final = 2 * 2 * CHUNK * WIDTH * 2
 SMALL: Final = 4
 """Chunks that are moved in the calling thread, by memmove."""
-LARGE: Final = 64
+LARGE: Final = 128
 """Chunks that torch moves, 16 MiB; their result lies in a buffer of the pool."""
 
 

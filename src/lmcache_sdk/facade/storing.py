@@ -64,6 +64,9 @@ def store_chunks(endpoint: Endpoint, job: StoreJob, deadline: Deadline) -> Store
         progress.found_first = _lookup(endpoint, job, deadline, exclusive=True)
         if job.refuse_cached and progress.found_first:
             raise _already_cached(range(progress.found_first), "nothing was written")
+        if progress.found_first == progress.total:
+            progress.found = progress.total
+            return _verdict(endpoint, job, progress, 0)
     nbytes = progress.total * job.layout.chunk_nbytes(endpoint.identity.chunk_size)
     # a store that fills much of the pool can evict its own beginning, every slot given notwithstanding
     crowded = 2 * nbytes > endpoint.pool_nbytes > 0
