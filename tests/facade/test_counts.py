@@ -65,8 +65,16 @@ READS: Final[dict[str, Call]] = {
 def test_a_miss_is_one_round_trip_and_one_get(meter: Meter, name: str) -> None:
     """END_SESSION has left before /status is asked for."""
     ctx = meter.connect()
+    before_get: list[str] = []
+
+    def status() -> Page:
+        before_get.extend(meter.rig.server.names()[-3:])
+        return meter.rig.status()
+
+    meter.rig.http.pages["/status"] = status
     cost = meter.of(lambda: READS[name](ctx))
     assert (cost.requests, cost.trips, cost.gets) == (MISS, 1, 1)
+    assert before_get == MISS
 
 
 def test_less_than_a_chunk_costs_nothing(meter: Meter) -> None:

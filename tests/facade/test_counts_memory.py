@@ -15,6 +15,7 @@ from typing import Any, Final
 import attrs
 import pytest
 import torch
+import zmq
 
 import lmcache_sdk.kvcache as lmc_sdk
 from lmcache_sdk import LMCacheKVCacheContext, StoreResult
@@ -173,13 +174,15 @@ def test_what_a_server_sends_inline_is_copied_out_of_its_message_only(
 
 
 def received_places(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Where each large frame lies that is received from now on: address and bytes."""
+    """Where each large frame that is received from now on lies in zmq's own message: address and bytes."""
     places: list[tuple[int, int]] = []
     real = zmq_transport.ZmqTransport._receive_now
 
     def receive(self: zmq_transport.ZmqTransport) -> list[Buffer] | None:
         frames = real(self)
-        places.extend((address(frame), len(frame)) for frame in frames or () if isinstance(frame, memoryview))
+        large = [frame for frame in frames or () if len(frame) >= CHUNK_NBYTES]
+        assert all(isinstance(frame, memoryview) and isinstance(frame.obj, zmq.Frame) for frame in large)
+        places.extend((address(frame), len(frame)) for frame in large if isinstance(frame, memoryview))
         return frames
 
     monkeypatch.setattr(zmq_transport.ZmqTransport, "_receive_now", receive)
