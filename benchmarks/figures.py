@@ -123,10 +123,10 @@ class Line:
 
     @property
     def held_by_floor(self) -> bool:
-        """Whether the straight-line client misses the goal too, and ours is near it. It is no excuse for a line that
-        is held against a floor or a limit already.
+        """Whether the straight-line client misses the goal too, and ours is near it. Of a line against a floor: the
+        parts that make it up were measured apart, and no client does them together in that time. A limit is a limit.
         """
-        if self.against != "official" or not self.straight or self.goal.met_by(self.straight_ratio):
+        if self.against == "limit" or not self.straight or self.goal.met_by(self.straight_ratio):
             return False
         return self.to_straight <= self.near
 

@@ -40,7 +40,16 @@ def retrieve(stage: Stage, plan: Plan) -> Iterator[Line]:
         floor, more = samples.sums("copy", "round trips"), samples.all()
         for row, mine in (("shm retrieve", "recycled"), ("shm retrieve out=", "out")):
             goal, named = at_most(1.25), case.count == _NAMED_COUNT
-            yield Line(row=row, case=case.name, against="floor", goal=goal, ours=samples[mine], other=floor, more=more)
+            yield Line(
+                row=row,
+                case=case.name,
+                against="floor",
+                goal=goal,
+                ours=samples[mine],
+                other=floor,
+                straight=samples["straight"],
+                more=more,
+            )
             yield against_official(row, case.name, at_least(3.5), samples, mine=mine, judged=named)
 
 

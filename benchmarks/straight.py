@@ -299,6 +299,8 @@ class StraightContext:
 
     def close(self) -> None:
         """Leaves nothing on the server."""
+        for wire in self._idle:
+            wire.call(EndSession(request_id=_request_id()))  # answered behind those that nobody has waited for
         with self._wire() as wire:
             wire.call(Unregister(instance_id=self._instance_id))
         for wire in self._idle:

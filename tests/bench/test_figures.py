@@ -106,8 +106,10 @@ def held(
         (held(at_least(2.0), 4.9, 10.0, 6.0), "PASS"),
         (held(at_most(0.5), 7.0, 10.0, 6.0), "FLOOR"),
         (held(at_most(0.5), 7.0, 10.0, 5.0), "FAIL"),
-        # a line that is held against a floor already has no other one
-        (held(at_most(1.25), 7.5, 5.0, 6.9, against="floor"), "FAIL"),
+        # parts that were measured apart, and that the straight client cannot do together in that time
+        (held(at_most(1.25), 7.5, 5.0, 6.9, against="floor"), "FLOOR"),
+        (held(at_most(1.25), 7.5, 5.0, 6.1, against="floor"), "FAIL"),
+        (held(at_most(1.25), 7.5, 5.0, 6.9, against="limit"), "FAIL"),
     ],
 )
 def test_goal_that_nobody_reaches_is_a_floor_if_ours_is_near(taken: Line, verdict: str) -> None:
