@@ -27,8 +27,8 @@ NEAR_STORE: Final = 1.35
 """How many times the straight-line client's time ours may take where the goal is out of reach of both."""
 MEANING: Final[Mapping[str, str]] = {
     "straight": (
-        "a client that sends only the requests that the work needs, encoded beforehand, copies the bytes, and checks "
-        "nothing: what the server and the wire cost whatever a client does; × is our time as a multiple of its time"
+        "a client that sends only the requests that the work needs, payloads made beforehand, copies the bytes, and "
+        "checks nothing: what the server and the wire cost whatever a client does; × is our time as a multiple of its"
     ),
     "FLOOR": (
         "the goal is missed, but the straight client, measured in turn with the others, misses it too, and ours takes "

@@ -274,6 +274,43 @@ class TestLittle:
             pack(source, 0, run)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor around another, without memory of its own, as DTensor and FakeTensor are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    @classmethod
+    @override
+    def __torch_dispatch__(cls, *args: object, **kwargs: object) -> torch.Tensor:
+        return torch.empty(0)
+
+
+def test_a_tensor_without_memory_is_refused_before_anything_is_sent() -> None:
+    zeros: torch.Tensor = torch._efficientzerotensor((2, 3, 16, 8), dtype=torch.bfloat16)
+    for without in (Wrapper(kv(2, 3, 16, 8)), zeros):
+        with pytest.raises(ArgumentTypeError, match="no memory of its own"):
+            check_kv(without, LAYOUT, 16)
+        with pytest.raises(ArgumentTypeError, match="no memory of its own"):
+            check_out(without, LAYOUT, 16)
+
+
+def test_a_negative_view_takes_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = torch.randn(2, 2, 3, 8, 1024).to(torch.bfloat16)
+    out = torch._neg_view(torch.zeros(2, 3, 16, 1024, dtype=torch.bfloat16))
+    unpack([run], out, 0)
+    assert torch.equal(out.resolve_neg(), run.movedim(0, 2).reshape(2, 3, 16, 1024))
+
+
+def test_autograd_sees_that_a_tensor_was_written() -> None:
+    out = torch.zeros(2, 3, 16, 1024, dtype=torch.bfloat16)
+    before = out._version
+    unpack([kv(2, 2, 3, 8 * 1024).view(2, 2, 3, 8, 1024)], out.detach(), 0)
+    assert out._version > before
+
+
 class TestInAForkedChild:
     """Where torch's kernels may hang or fail, whoever calls them: bytes are moved without them."""
 

@@ -62,6 +62,11 @@ def url_of(port: RawPort, host: str = "127.0.0.1") -> str:
     return f"https://{host}:{port.port}"
 
 
+@pytest.fixture(autouse=True)
+def no_context_of_another_test() -> None:
+    tls_context.cache_clear()
+
+
 @contextlib.contextmanager
 def trusting(url: str, seconds: float = 10.0, api_key: str | None = None) -> Iterator[http.HttpConversation]:
     """A conversation that trusts the certificate of the tests, as a user's environment can have it."""

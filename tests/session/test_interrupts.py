@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import pytest
@@ -108,6 +108,71 @@ def test_a_handler_may_put_another_in_its_place() -> None:
         signal.raise_signal(signal.SIGALRM)
     signal.raise_signal(signal.SIGALRM)
     assert later == [signal.SIGALRM]
+
+
+def test_what_was_there_before_can_be_called_by_what_replaces_it() -> None:
+    """A handler that chains to the one before it, as many do, and is put in place while a call waits."""
+    rung: list[str] = []
+
+    def first(number: int, _: FrameType | None) -> None:
+        rung.append("first")
+        if len(rung) > 1:
+            return
+        before = signal.getsignal(number)
+
+        def chained(number_: int, frame: FrameType | None) -> None:
+            rung.append("chained")
+            assert callable(before)
+            before(number_, frame)
+
+        signal.signal(number, chained)
+
+    signal.signal(signal.SIGALRM, first)
+    with deferred(), window():
+        signal.raise_signal(signal.SIGALRM)
+    signal.raise_signal(signal.SIGALRM)
+    with deferred(), window():
+        signal.raise_signal(signal.SIGALRM)
+    assert rung == ["first", "chained", "first", "chained", "first"]
+
+
+def test_a_handler_that_is_put_back_later_is_the_one_that_was_there() -> None:
+    rung: list[int] = []
+    kept: list[Callable[[int, FrameType | None], object]] = []
+
+    def ring(number: int, _: FrameType | None) -> None:
+        rung.append(number)
+        before = signal.signal(number, signal.SIG_IGN)
+        assert callable(before)
+        kept.append(before)
+
+    def put_back() -> None:
+        signal.signal(signal.SIGALRM, kept.pop())
+
+    signal.signal(signal.SIGALRM, ring)
+    with deferred(), window():
+        signal.raise_signal(signal.SIGALRM)
+    put_back()
+    signal.raise_signal(signal.SIGALRM)
+    assert len(rung) == 2
+    put_back()
+    with deferred():
+        signal.raise_signal(signal.SIGALRM)
+        assert len(rung) == 2
+    assert len(rung) == 3
+
+
+def test_a_handler_put_in_place_in_a_window_waits_as_the_first_one() -> None:
+    """A second Ctrl-C that ends the process does it between two waits, too, and not in the middle of one's clean-up."""
+    second = signal.getsignal(signal.SIGALRM)
+    signal.signal(signal.SIGALRM, lambda number, _: bool(signal.signal(number, second)))
+    passed = False
+    with pytest.raises(AlarmError), deferred():  # noqa: PT012
+        with window():
+            signal.raise_signal(signal.SIGALRM)
+        signal.raise_signal(signal.SIGALRM)
+        passed = True
+    assert passed
 
 
 def test_a_call_inside_a_handler_is_deferred_as_any_other() -> None:

@@ -48,8 +48,11 @@ class Link:
         """
 
     def hold(self, what: object, release: Callable[[], None]) -> None:
-        """Keeps `what` until it is let go."""
+        """Keeps `what` until it is let go; SessionClosedError when the context was closed meanwhile."""
         self._held[what] = release
+        if self.closed:  # `close` may have looked before
+            self.let_go(what)
+            self.check_open()
 
     def let_go(self, what: object) -> None:
         """Gives `what` back; whoever is first does it. Not in a forked child, whose parent still uses the sockets."""

@@ -64,14 +64,14 @@ def store_chunks(endpoint: Endpoint, job: StoreJob, deadline: Deadline) -> Store
         progress.found_first = _lookup(endpoint, job, deadline, exclusive=True)
         if job.refuse_cached and progress.found_first:
             raise _already_cached(range(progress.found_first), "nothing was written")
-        if progress.found_first == progress.total:
-            progress.found = progress.total
-            return _verdict(endpoint, job, progress, 0)
     nbytes = progress.total * job.layout.chunk_nbytes(endpoint.identity.chunk_size)
     # a store that fills much of the pool can evict its own beginning, every slot given notwithstanding
     crowded = 2 * nbytes > endpoint.pool_nbytes > 0
     fits = not 0 < endpoint.pool_nbytes < nbytes
     patience = deadline.capped(_EVICTION_SECONDS if fits else 0.0)
+    if progress.found_first == progress.total:
+        progress.found = progress.total  # nothing to write, and nothing to look for behind it
+        return _verdict(endpoint, job, progress, nbytes)
     _write(endpoint, job, progress.found_first, deadline, progress)
     while inline or crowded or len(progress.written) < progress.total or progress.found is not None:
         progress.found = _lookup(endpoint, job, deadline)

@@ -364,4 +364,4 @@ def _write_inline(
     for reservation, frame in sent:
         yield reservation.verdict()
         free.append(frame)
-    buffers.keep_messages(free[-_BATCHES_AHEAD:])
+    buffers.keep_messages(sorted(free, key=len)[-_BATCHES_AHEAD:])

@@ -2,8 +2,7 @@
 
 `check_kv` is the one gate for a user's tensor; after it nothing about the tensor can fail any more, which matters
 because a store that fails half way leaves reserved slots behind. Copies are bytes moved between equal dtypes, so NaN
-patterns survive; each is one call for one chunk, whatever the strides of the source, and the whole tensor is never
-copied.
+patterns survive; whatever the strides of the source, the whole tensor is never copied.
 """
 
 from __future__ import annotations
@@ -142,8 +141,10 @@ def _elements_apart(tensor: torch.Tensor) -> bool:
 
 
 def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
-    """Moves bytes. In a forked child torch's threads exist in the parent only: a kernel that asks for them waits for
-    ever, and the first one of a thread can find the pool of threads in pieces; so as little of torch as can be.
+    """Moves bytes: much of them with torch and all cores, a little in this thread alone, piece by piece.
+
+    In a forked child torch's threads exist in the parent only: a kernel that asks for them waits for ever, and the
+    first one of a thread can find the pool of threads in pieces; so as little of torch as can be.
     """
     # copy_ would broadcast another shape and convert another dtype, and say nothing
     if source.shape != out.shape or source.dtype != out.dtype:
@@ -156,23 +157,37 @@ def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
         return
     run, axes = _run_of(source, out)
     if run < (_MIN_RUN_NBYTES if in_child else _LONG_RUN_NBYTES):
-        _copy_in_pieces(source, out) if in_child else out.copy_(source)
+        if in_child:
+            _copy_in_pieces(source, out)
+        else:
+            out.copy_(source)
         return
     for to, of in _places(source, out, axes):
         ctypes.memmove(to, of, run)
+    if not out.is_inference():
+        out.narrow(0, 0, 0).zero_()  # writes nothing; autograd counts it, as it would copy_
 
 
 def _run_of(source: torch.Tensor, out: torch.Tensor) -> tuple[int, int]:
     """How many bytes lie in one piece in both tensors, and how many leading axes stand before them; (0, 0) where bytes
     cannot be moved without torch.
     """
-    if source.is_neg() or {source.device.type, out.device.type} != {"cpu"}:
+    tensors = (source, out)
+    if any(each.is_neg() or each.device.type != "cpu" or not _address(each) for each in tensors):
         return 0, 0
     axis, run = source.dim(), 1
-    while axis and all(each.size(axis - 1) == 1 or each.stride(axis - 1) == run for each in (source, out)):
+    while axis and all(each.size(axis - 1) == 1 or each.stride(axis - 1) == run for each in tensors):
         axis -= 1
         run *= source.size(axis)
     return run * itemsize(source.dtype), axis
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its first element is; 0 of one that has no memory: a wrapper around others, zeros that nobody has made."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _places(source: torch.Tensor, out: torch.Tensor, axes: int) -> list[tuple[int, int]]:
@@ -209,6 +224,8 @@ def _check_has_data(kv: torch.Tensor, name: str) -> None:
         )
     if kv.device.type == "meta":
         raise ArgumentTypeError(f"{name}: a tensor on the meta device has no data")
+    if kv.device.type == "cpu" and kv.numel() and not _address(kv):
+        raise ArgumentTypeError(f"{name}: this {type(kv).__name__} has no memory of its own; pass a plain tensor")
     if kv.device.type != "cpu" and kv.numel():
         try:
             kv.detach()[(slice(0, 1),) * kv.dim()].to("cpu")

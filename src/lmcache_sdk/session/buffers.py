@@ -94,8 +94,7 @@ class BufferPool:
     def keep_messages(self, messages: Sequence[memoryview]) -> None:
         """Keeps the memory of inline stores, in the place of what was kept before: nobody else may have it any more."""
         with self._lock:
-            if sum(map(len, messages)) <= self._max_idle_nbytes:
-                self._messages = list(messages)
+            self._messages = list(messages) if sum(map(len, messages)) <= self._max_idle_nbytes else []
 
     def take_message(self, nbytes: int) -> memoryview | None:
         """Kept memory of exactly that many bytes, with any content."""

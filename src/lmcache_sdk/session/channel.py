@@ -183,9 +183,11 @@ class ChannelPool:
 
     def settle(self, deadline: Deadline) -> None:
         """Waits, for a time, for the answers that idle channels are still to get."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for channel in idle:
+        for _ in range(self.num_idle):
+            with self._lock:
+                if not self._idle:
+                    return
+                channel = self._idle.pop(0)
             channel.await_answers(deadline)
             self.give_back(channel)
 

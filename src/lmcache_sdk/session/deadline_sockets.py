@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from functools import cache
 
 from lmcache_sdk.session.deadline import Deadline
 from lmcache_sdk.values import override
@@ -18,7 +19,14 @@ class Bound:
     """The deadline that a conversation's connection is bound to now."""
 
     def __init__(self, deadline: Deadline) -> None:
-        self.deadline = deadline
+        self.deadline: Deadline = deadline
+
+    def remaining(self) -> float:
+        """Seconds that are left; TimeoutError when there are none."""
+        remaining = self.deadline.remaining()
+        if remaining <= 0:
+            raise TimeoutError("the deadline passed")
+        return remaining
 
 
 class _Armed(socket.socket):
@@ -27,54 +35,65 @@ class _Armed(socket.socket):
     bound: Bound
 
     def _arm(self) -> None:
-        remaining = self.bound.deadline.remaining()
-        if remaining <= 0:
-            raise TimeoutError("the deadline passed")
-        self.settimeout(remaining)
+        self.settimeout(self.bound.remaining())
 
     @override
-    def recv_into(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # arguments pass through as it came
+    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:  # type: ignore[override]
         self._arm()
-        return super().recv_into(*args, **kwargs)
+        return super().recv_into(buffer, nbytes or len(buffer), flags)
 
     @override
-    def sendall(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # arguments pass through as it came
+    def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override]
         self._arm()
-        return super().sendall(*args, **kwargs)
+        super().sendall(data, flags)
 
 
 class DeadlineSocket(_Armed):
     """A TCP connection."""
 
 
-class _DeadlineTLSSocket(_Armed, ssl.SSLSocket):
+class _DeadlineTLSSocket(_Armed, ssl.SSLSocket):  # type: ignore[misc]  # http.client passes what _Armed takes
     """The same behind a TLS handshake."""
 
 
 def connected(host: str, port: int, bound: Bound) -> DeadlineSocket:
-    """A connection, with nothing sent."""
-    remaining = bound.deadline.remaining()
-    if remaining <= 0:
-        raise TimeoutError("the deadline passed")
-    made = DeadlineSocket(fileno=socket.create_connection((host, port), remaining).detach())
-    made.bound = bound
-    return made
+    """A connection to the first of the host's addresses that takes one, with nothing sent. Looking the host up takes
+    what the system's resolver takes.
+    """
+    bound.remaining()
+    problem: OSError = ConnectionError(f"{host}: no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        made = DeadlineSocket(family, kind, protocol)
+        try:
+            made.bound = bound
+            made.settimeout(bound.remaining())
+            made.connect(address)
+            return made
+        except OSError as error:
+            made.close()
+            problem = error
+        except BaseException:
+            made.close()
+            raise
+    raise problem
 
 
 def secured(made: DeadlineSocket, host: str, context: ssl.SSLContext) -> socket.socket:
     """The same connection after a TLS handshake; raises ssl.SSLError, a kind of OSError, when it fails."""
-    made.settimeout(max(made.bound.deadline.remaining(), 0.001))  # bounds the whole handshake
+    made.settimeout(made.bound.remaining())  # bounds the whole handshake
     inner = context.wrap_socket(made, server_hostname=host)
     assert isinstance(inner, _DeadlineTLSSocket)
     inner.bound = made.bound
     return inner
 
 
+@cache
 def tls_context() -> ssl.SSLContext:
-    """Checks certificates and host names."""
+    """Checks certificates and host names; raises OSError where there are no certificates to be read."""
     from requests.utils import DEFAULT_CA_BUNDLE_PATH  # noqa: PLC0415  # see the module
 
     context = ssl.create_default_context()
     context.load_verify_locations(DEFAULT_CA_BUNDLE_PATH)
+    context.set_alpn_protocols(["http/1.1"])
     context.sslsocket_class = _DeadlineTLSSocket
     return context

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import select
 import socket
-import ssl
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from http.client import HTTPConnection, HTTPException, IncompleteRead, InvalidURL
+from http.client import HTTP_PORT, HTTPS_PORT, HTTPConnection, HTTPException, IncompleteRead, InvalidURL
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -46,10 +45,11 @@ class _SpokeFirstError(Exception):
 class _ListeningConnection(HTTPConnection):
     """Connects, then listens for a peer that greets before it is asked; only then a TLS handshake, if there is one."""
 
-    def __init__(self, host: str, port: int, bound: Bound, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, host: str, port: int | None, bound: Bound, *, secure: bool) -> None:
+        self.default_port = HTTPS_PORT if secure else HTTP_PORT  # is left out of the Host header
         super().__init__(host, port)
         self._bound = bound
-        self._tls = tls
+        self._secure = secure
 
     @override
     def connect(self) -> None:
@@ -61,7 +61,7 @@ class _ListeningConnection(HTTPConnection):
             # the greeting of a far or busy peer needs as long again as the connection took
             listen = max(_LISTEN_MS, round(2000 * (began - deadline.remaining())) + _LISTEN_MS // 2)
             _refuse_speaker(made, min(listen, deadline.remaining_ms()))
-            self.sock = made if self._tls is None else secured(made, self.host, self._tls)
+            self.sock = secured(made, self.host, tls_context()) if self._secure else made
         except BaseException:
             made.close()
             raise
@@ -100,9 +100,7 @@ class HttpConversation:
         parts = urlsplit(base_url)
         self._path = parts.path
         secure = parts.scheme == "https"
-        self._connection = _ListeningConnection(
-            parts.hostname or "", parts.port or (443 if secure else 80), self._bound, tls_context() if secure else None
-        )
+        self._connection = _ListeningConnection(parts.hostname or "", parts.port, self._bound, secure=secure)
 
     def rebind(self, deadline: Deadline) -> None:
         """Puts what follows under another deadline; the connection stays open between calls."""

@@ -23,12 +23,27 @@ _NAMES: Final = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _SIGNALS: Final = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 
+class _Note:
+    """Stands in for one handler. A handler that runs in a window can get hold of it, as what was in place before it,
+    and call it or put it back at any later time: then it is that handler and nothing else.
+    """
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler: Handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        _deferral.note(self, number, frame)
+
+
 class _Deferral:
     """The handlers that wait, and what came for them. One for the process, used by the main thread only."""
 
     def __init__(self) -> None:
-        self.handlers: dict[int, Handler] = {}
-        self.pending: list[tuple[int, FrameType | None]] = []
+        self.notes: dict[int, _Note] = {}
+        """What stands in the handlers' places now."""
+        self.pending: list[tuple[_Note, int, FrameType | None]] = []
         self.interruption: BaseException | None = None
         """What a handler raised while the handlers were being exchanged."""
         self.active: bool = False
@@ -46,23 +61,36 @@ class _Deferral:
 
     def _defer(self, number: int) -> None:
         handler = _signal.getsignal(number)
-        if callable(handler) and handler != self._note:
-            self.handlers[number] = handler
-            _signal.signal(number, self._note)
+        if isinstance(handler, _Note):
+            if self.notes.get(number) is handler:
+                return
+            handler = handler.handler
+        if callable(handler):
+            self.notes[number] = note = _Note(handler)
+            _signal.signal(number, note)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self.open:
-            self.pending.append((number, frame))
-            return
-        # closed before the handler runs: if it raises, the clean-up that follows is not to be interrupted again
-        self.open = False
-        self.handlers[number](number, frame)
-        self.open = True
-        self.run_pending()
+    def note(self, note: _Note, number: int, frame: FrameType | None) -> None:
+        """A signal came, or somebody calls an old stand-in."""
+        if self.notes.get(number) is not note:
+            note.handler(number, frame)
+        elif not self.open:
+            self.pending.append((note, number, frame))
+        else:
+            # closed before the handler runs: if it raises, the clean-up that follows is not to be interrupted again
+            self.open = False
+            self._run(note, number, frame)
+            self.reopen()
+
+    def _run(self, note: _Note, number: int, frame: FrameType | None) -> None:
+        try:
+            note.handler(number, frame)
+        finally:
+            if self.active:  # it may have put another handler in its place, which has to wait as well
+                self._exchange(self._defer, list(_SIGNALS))
 
     def _restore(self, number: int) -> None:
-        if _signal.getsignal(number) == self._note:  # a handler may have put another in its place
-            _signal.signal(number, self.handlers[number])
+        if _signal.getsignal(number) is self.notes[number]:  # a handler may have put another in its place
+            _signal.signal(number, self.notes[number].handler)
 
     def _exchange(self, one: Callable[[int], None], numbers: list[int]) -> None:
         """Does `one` for every number, whatever the handlers that are in place meanwhile raise."""
@@ -77,22 +105,27 @@ class _Deferral:
     def end(self) -> None:
         """Puts the handlers back and runs all that were called for; what the first of them raised goes on then."""
         self.open = False
-        self._exchange(self._restore, list(self.handlers))
-        handlers, self.handlers, self.active = self.handlers, {}, False
+        self._exchange(self._restore, list(self.notes))
+        self.notes, self.active = {}, False
         interruption, self.interruption = self.interruption, None
         # only now: until the last handler was back, another call for it could come
-        self._run_pending(handlers, interruption)
+        self._run_pending(interruption)
 
-    def run_pending(self) -> None:
-        """Runs what was called for until now."""
-        if self.pending:
-            self._run_pending(self.handlers, None)
+    def reopen(self) -> None:
+        """Opens a window, after what was called for until now; one that was interrupted is closed."""
+        try:
+            self._run_pending(None)
+            self.open = True
+            self._run_pending(None)  # what came between the two
+        except BaseException:
+            self.open = False
+            raise
 
-    def _run_pending(self, handlers: dict[int, Handler], interruption: BaseException | None) -> None:
+    def _run_pending(self, interruption: BaseException | None) -> None:
         pending, self.pending = self.pending, []
-        for number, frame in pending:
+        for note, number, frame in pending:
             try:
-                handlers[number](number, frame)
+                self._run(note, number, frame)
             except BaseException as error:  # noqa: BLE001  # a SIGTERM must not get lost behind a SIGINT
                 interruption = interruption or error
         if interruption is not None:
@@ -122,8 +155,7 @@ class deferred:  # noqa: N801  # used as a function is
         if self._mine:
             _deferral.end()
         elif self._in_window:
-            _deferral.open = True
-            _deferral.run_pending()
+            _deferral.reopen()
 
 
 class window:  # noqa: N801  # used as a function is
@@ -134,13 +166,7 @@ class window:  # noqa: N801  # used as a function is
     def __enter__(self) -> None:
         self._mine: bool = _deferral.active and not _deferral.open and _is_main()
         if self._mine:
-            try:
-                _deferral.run_pending()
-                _deferral.open = True
-                _deferral.run_pending()  # what came between the two
-            except BaseException:
-                _deferral.open = False
-                raise
+            _deferral.reopen()
 
     def __exit__(self, *_: object) -> None:
         if self._mine:

@@ -96,7 +96,7 @@ class Session:
     def unregister(self, instance_id: InstanceId, deadline: Deadline) -> None:
         """Unregisters one instance now."""
         with self._entered():
-            self._settle_channels()
+            self._settle_channels(deadline)
         with self._entered(), self._channels.borrow(deadline, "connect") as channel:
             registration.unregister(channel, instance_id, deadline, "connect")
             del self._instances[instance_id]
@@ -266,8 +266,8 @@ class Session:
         with self._changed:
             idle = self._changed.wait_for(lambda: self._active == 0, deadline.remaining())
         try:
-            self._settle_channels()
             settled = idle and self._debts.settle(deadline)
+            self._settle_channels(deadline)
             if settled and not self._tainted:
                 self._unregister_all(Deadline.after(CLEANUP_SECONDS))
         finally:
@@ -277,9 +277,9 @@ class Session:
             if last:
                 self._release()  # otherwise the last call does it on its way out
 
-    def _settle_channels(self) -> None:
+    def _settle_channels(self, deadline: Deadline) -> None:
         # the END_SESSION of a call must be handled before the UNREGISTER of its model
-        self._channels.settle(Deadline.after(_ANSWER_SECONDS))
+        self._channels.settle(deadline.capped(_ANSWER_SECONDS))
 
     def _unregister_all(self, deadline: Deadline) -> None:
         for instance_id in list(self._instances):
