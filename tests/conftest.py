@@ -6,6 +6,7 @@ Warnings are errors (pyproject.toml). Helpers are imported by their full name: `
 from __future__ import annotations
 
 import platform
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ import zmq
 
 _HERE = Path(__file__).parent
 _INTEGRATION = _HERE / "integration"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell lets its background jobs ignore it, and the tests of Ctrl-C need what every other process has
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = sorted(f"tests.{path.stem}" for path in _HERE.glob("fix_*.py"))
 
