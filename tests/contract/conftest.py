@@ -43,7 +43,7 @@ class EmbeddedServer:
         return self.server.status()
 
     def held(self) -> Held:
-        return Held.from_status(self.status())
+        return Held.settled(self.status)
 
     def wait_until_held(self, expected: Held, timeout: float = 2.0) -> Held:
         end = time.monotonic() + timeout

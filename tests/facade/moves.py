@@ -56,7 +56,8 @@ class Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if name not in VIEWS:
-            self.made.append((name.removeprefix("aten::"), made.nbytes if isinstance(made, torch.Tensor) else 0))
+        name = func._schema.name.removeprefix("aten::")
+        nbytes = made.nbytes if isinstance(made, torch.Tensor) else 0
+        if func._schema.name not in VIEWS and (name, nbytes) != ("zero_", 0):  # which only tells autograd of a memmove
+            self.made.append((name, nbytes))
         return made

@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -105,6 +105,14 @@ class Held:
     registrations: frozenset[int]
 
     @classmethod
+    def settled(cls, status: Callable[[], object]) -> Held:
+        """What a server holds, without the sessions that go in a moment: nobody waits for the answer to END_SESSION."""
+        end = time.monotonic() + 0.3
+        while (now := cls.from_status(status())).sessions and time.monotonic() < end:
+            time.sleep(0.01)
+        return now
+
+    @classmethod
     def from_status(cls, status: object) -> Held:
         """Read the five numbers out of a /status document."""
         ids = field(status, "registered_non_cuda_instance_ids")
@@ -167,14 +175,8 @@ class RealServer:
         return document
 
     def held(self) -> Held:
-        """The locks, sessions, jobs and registrations it holds now.
-
-        Clients do not wait for the answer to END_SESSION, so sessions that go in a moment are not counted.
-        """
-        end = time.monotonic() + 0.3
-        while (now := Held.from_status(self.status())).sessions and time.monotonic() < end:
-            time.sleep(0.01)
-        return now
+        """The locks, sessions, jobs and registrations it holds now."""
+        return Held.settled(self.status)
 
     def wait_until_held(self, expected: Held, timeout: float = 2.0) -> Held:
         """Wait, bounded, until it holds what is expected; what it holds at the end, for the caller to compare.
