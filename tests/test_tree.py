@@ -52,6 +52,7 @@ TREE: Final[dict[str, set[str]]] = {
         "gate",  # one call at a time for each key; a close ends the waiting
         "interrupts",  # when a signal handler may run: at a wait, and nowhere else
         "operation",  # one user call: its request id, its key, its guaranteed END_SESSION
+        "process",  # whether this is a forked child of the process that made something
         "probe",  # what HTTP says while the message port is silent
         "renewal",  # a channel that has gone bad, replaced once for all threads
         "reservations",  # the write half of leases

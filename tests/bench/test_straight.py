@@ -34,7 +34,7 @@ def test_runs(offsets: Sequence[int], expected: list[tuple[int, int, int]]) -> N
 
 
 def test_inline_messages_are_those_of_ours() -> None:
-    assert (BATCH, AHEAD) == (transfer._INLINE_BATCH, transfer._RANGES_AHEAD)
+    assert (BATCH, AHEAD) == (transfer._INLINE_BATCH_NBYTES, transfer._RANGES_AHEAD)
     assert transfer._BATCHES_AHEAD == AHEAD
 
 

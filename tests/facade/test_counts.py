@@ -152,11 +152,11 @@ def test_a_message_holds_as_many_chunks_as_fit_and_two_are_on_their_way(
     """The second range is asked for with the first, the third when the first has come."""
     cached = inline_meter.rig.cache(3)
     ctx = inline_meter.connect()
-    monkeypatch.setattr(transfer, "_INLINE_BATCH", CHUNK_NBYTES)
+    monkeypatch.setattr(transfer, "_INLINE_BATCH_NBYTES", CHUNK_NBYTES)
     cost = inline_meter.of(lambda: ctx.retrieve(TOKENS))
     assert (cost.requests, cost.trips) == ([*FOUND, *3 * ["PrepareRetrieve"], "EndSession"], 3)
     assert isinstance(cost.answer, torch.Tensor) and torch.equal(cost.answer, cached)
-    monkeypatch.setattr(transfer, "_INLINE_BATCH", 3 * CHUNK_NBYTES - 1)
+    monkeypatch.setattr(transfer, "_INLINE_BATCH_NBYTES", 3 * CHUNK_NBYTES - 1)
     cost = inline_meter.of(lambda: ctx.retrieve(TOKENS))
     assert (cost.requests, cost.trips) == ([*FOUND, *2 * ["PrepareRetrieve"], "EndSession"], 2)
 
@@ -170,7 +170,7 @@ def test_new_chunks_are_stored_in_two_round_trips(shm_meter: Meter) -> None:
 
 def test_batches_are_prepared_two_ahead(shm_meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third is prepared with the first commit: three batches wait once more than one does."""
-    monkeypatch.setattr(transfer, "_STORE_BATCH", (CHUNK_NBYTES, CHUNK_NBYTES))
+    monkeypatch.setattr(transfer, "_STORE_BATCH_NBYTES", (CHUNK_NBYTES, CHUNK_NBYTES))
     ctx = shm_meter.connect()
     two = shm_meter.of(lambda: ctx.store(kv(8), TOKENS[:8]))
     assert two.requests == [*2 * ["PrepareStore"], *2 * ["CommitStore"], "EndSession"] and two.trips == 2
@@ -180,7 +180,7 @@ def test_batches_are_prepared_two_ahead(shm_meter: Meter, monkeypatch: pytest.Mo
 
 
 def test_the_share_of_the_pool_bounds_a_batch(shm_meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_STORE_BATCH", (1, 2**40))
+    monkeypatch.setattr(transfer, "_STORE_BATCH_NBYTES", (1, 2**40))
     monkeypatch.setattr(transfer, "_POOL_SHARE", 64 * 4096 // (2 * CHUNK_NBYTES))
     ctx = shm_meter.connect()
     cost = shm_meter.of(lambda: ctx.store(kv(), TOKENS))
@@ -204,7 +204,7 @@ def test_an_inline_store_looks_up_before_and_after(inline_meter: Meter, monkeypa
     ctx = inline_meter.connect()
     cost = inline_meter.of(lambda: ctx.store(kv(), TOKENS))
     assert (cost.requests, cost.trips, cost.gets) == ([*MISS, "CommitStore", "EndSession", *LOOKUP_HIT], 4, 0)
-    monkeypatch.setattr(transfer, "_INLINE_BATCH", CHUNK_NBYTES)
+    monkeypatch.setattr(transfer, "_INLINE_BATCH_NBYTES", CHUNK_NBYTES)
     cost = inline_meter.of(lambda: ctx.store(kv(), TOKENS, "other salt"))
     assert (cost.requests, cost.trips) == ([*MISS, *3 * ["CommitStore"], "EndSession", *LOOKUP_HIT], 5)
 

@@ -220,7 +220,7 @@ def test_an_inline_store_writes_into_the_message_of_the_one_before(
 
     monkeypatch.setattr(transfer, "message_buffer", message_buffer)
     monkeypatch.setattr(zmq_transport, "_message_of", message_of)
-    monkeypatch.setattr(transfer, "_INLINE_BATCH", 2 * CHUNK_NBYTES)
+    monkeypatch.setattr(transfer, "_INLINE_BATCH_NBYTES", 2 * CHUNK_NBYTES)
     for seed in range(3):
         assert inline_here.ctx.store(kv_of(8, seed), inline_here.tokens(8, seed))
     size = 140 + 2 * (33 + CHUNK_NBYTES)

@@ -167,19 +167,6 @@ def test_a_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         get(url_of(port))
 
 
-def test_an_endless_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_BODY", 1_000_000)
-
-    def pour(connection: socket.socket, over: threading.Event) -> None:
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        while not over.is_set():
-            connection.sendall(b"10000\r\n" + bytes(65536) + b"\r\n")
-
-    with RawPort(over_tls(pour)) as port, pytest.raises(RemoteProtocolError, match="larger"):
-        get(url_of(port))
-
-
 def test_a_body_that_ends_too_early_is_an_error() -> None:
     def cut(connection: socket.socket, over: threading.Event) -> None:
         connection.recv(65536)

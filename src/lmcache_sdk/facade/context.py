@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 import weakref
 from functools import partial
@@ -38,7 +37,6 @@ class LMCacheKVCacheContext:
         """Not for users: call `connect`."""
         self._link = link
         self._timeout = timeout
-        self._pid = os.getpid()
         self._views: weakref.WeakSet[KVView] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, _abandon, link)
 
@@ -240,7 +238,7 @@ class LMCacheKVCacheContext:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_pid") and os.getpid() == self._pid and not self.closed:
+        if hasattr(self, "_link") and self._link.in_own_process and not self.closed:
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
 
     @override

@@ -9,9 +9,7 @@ first try can still happen. A server that came back as another one (chunk size, 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -26,7 +24,7 @@ from lmcache_sdk.errors import (
 )
 from lmcache_sdk.facade.connecting import ConnectArguments, Connection, explained, open_connection, with_layout
 from lmcache_sdk.protocol import registered_models
-from lmcache_sdk.session import Deadline, Renewable, Session
+from lmcache_sdk.session import Deadline, OwnProcess, Renewable, Session
 
 R = TypeVar("R")
 _log = logging.getLogger("lmcache_sdk.facade")
@@ -39,7 +37,7 @@ class Link:
         self._arguments = arguments
         self._connection = Renewable(connection)
         self._opening: Session | None = None
-        self._pid = os.getpid()
+        self._process = OwnProcess()
         self.closed: bool = False
         """Whether the caller closed the context; nothing is connected again after that."""
         self._held: dict[object, Callable[[], None]] = {}
@@ -62,12 +60,14 @@ class Link:
     @property
     def in_own_process(self) -> bool:
         """Whether this is not a forked child of the process that made the connection."""
-        return os.getpid() == self._pid
+        return self._process.here
 
     def _let_all_go(self) -> None:
         for what in list(self._held):
-            with contextlib.suppress(KVCacheSDKError):
+            try:
                 self.let_go(what)
+            except KVCacheSDKError as error:
+                _log.debug("close: %r was not given back: %s", what, str(error))
 
     def close(self) -> None:
         """Closes the connection, and one that is being made."""
@@ -80,7 +80,9 @@ class Link:
         self._close_buffers()
 
     def abandon(self) -> None:
-        """For a context that was dropped: frees what this process holds, without waiting for anybody."""
+        """For a context that was dropped: frees what this process holds. It waits for nobody but, for a moment, for the
+        locks of a view that was dropped with it.
+        """
         self._let_all_go()
         self.current.endpoint.session.abandon()
         self._close_buffers()

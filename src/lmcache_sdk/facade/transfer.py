@@ -47,11 +47,11 @@ from lmcache_sdk.session import (
 )
 from lmcache_sdk.values import TokenIds
 
-_INLINE_BATCH: Final = 32 * 2**20
+_INLINE_BATCH_NBYTES: Final = 32 * 2**20
 """Bytes of one inline message: bounds what both sides hold besides the tensor."""
 _RANGES_AHEAD: Final = 2
 """Inline ranges asked for and not received: the server makes one while it sends another."""
-_STORE_BATCH: Final = (32 * 2**20, 256 * 2**20)
+_STORE_BATCH_NBYTES: Final = (32 * 2**20, 256 * 2**20)
 """The fewest and the most bytes of slots reserved at a time. Few large batches are fast: every request costs the server
 the whole token list."""
 _POOL_SHARE: Final = 32
@@ -189,7 +189,7 @@ def ranges(
         yield 0, lease.prepare(1), 1
     asked: deque[tuple[int, InFlight[PreparedRetrieve], int]] = deque()
     first = int(layout is None)
-    size = 1 if layout is None else max(1, _INLINE_BATCH // layout.chunk_nbytes(endpoint.identity.chunk_size))
+    size = 1 if layout is None else max(1, _INLINE_BATCH_NBYTES // layout.chunk_nbytes(endpoint.identity.chunk_size))
     while first < hit or asked:
         while first < hit and len(asked) < _RANGES_AHEAD:
             count = min(hit - first, size)
@@ -321,7 +321,7 @@ def write_range(
     chunk_size = endpoint.identity.chunk_size
     prepared: deque[Reservation] = deque()
     committed: deque[Reservation] = deque()
-    fewest, most = _STORE_BATCH
+    fewest, most = _STORE_BATCH_NBYTES
     limit = min(max(fewest, pool.size // _POOL_SHARE), most)
     for offset, count in batches(num_chunks, layout.chunk_nbytes(chunk_size), limit):
         reservation = Reservation(operation, first_chunk + offset, count, endpoint.write_ttl)
@@ -346,7 +346,7 @@ def _write_inline(
     """
     chunk_size, form = endpoint.identity.chunk_size, endpoint.payload_form
     nbytes = layout.chunk_nbytes(chunk_size)
-    limit = min(_INLINE_BATCH, max_chunks_per_payload(layout, chunk_size) * nbytes)
+    limit = min(_INLINE_BATCH_NBYTES, max_chunks_per_payload(layout, chunk_size) * nbytes)
     sent: deque[tuple[Reservation, memoryview]] = deque()
     free: list[memoryview] = []
     buffers = endpoint.buffers

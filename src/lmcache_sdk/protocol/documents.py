@@ -18,7 +18,7 @@ import attrs
 import msgspec
 
 from lmcache_sdk.errors import RemoteProtocolError
-from lmcache_sdk.protocol.showing import show
+from lmcache_sdk.protocol.showing import MAX_SHOWN, show
 from lmcache_sdk.protocol.structuring import structured
 from lmcache_sdk.values import PRIVATE_MODEL_PREFIX
 
@@ -28,7 +28,6 @@ JsonObject = Mapping[str, object]
 MAX_KERNEL_GROUPS: Final = 1024
 MAX_CHUNK_SIZE: Final = 2**20
 """No release allows anything near it; it bounds what a wrong /config can make us compute with."""
-_MAX_SHOWN: Final = 120
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -154,7 +153,7 @@ def parse_status(body: bytes) -> StatusDocument:
 def parse_version(body: bytes, path: str) -> str:
     """Reads the body of GET /lmc_version or /version: a JSON string."""
     version = _load(body, path)
-    if not isinstance(version, str) or len(version) > _MAX_SHOWN:
+    if not isinstance(version, str) or len(version) > MAX_SHOWN:
         raise RemoteProtocolError(f"{path}: expected a JSON string, got {show(version)}", path=path)
     return version
 
@@ -221,7 +220,7 @@ def _load(body: bytes, path: str) -> object:
     try:
         loaded: object = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        shown = show(bytes(body[:_MAX_SHOWN]))
+        shown = show(bytes(body[:MAX_SHOWN]))
         raise RemoteProtocolError(f"{path}: the body is not JSON: {shown}", path=path) from error
     return loaded
 

@@ -8,6 +8,7 @@ from lmcache_sdk.session.interrupts import deferred
 from lmcache_sdk.session.leases import ReadLease
 from lmcache_sdk.session.operation import Identity, Operation, Probe
 from lmcache_sdk.session.probe import HttpProbe
+from lmcache_sdk.session.process import OwnProcess
 from lmcache_sdk.session.registration import RegisteredShape, new_instance_id, private_model_name
 from lmcache_sdk.session.renewal import Renewable
 from lmcache_sdk.session.reservations import Reservation, SlotWriter
@@ -23,6 +24,7 @@ __all__ = [
     "HttpProbe",
     "Identity",
     "Operation",
+    "OwnProcess",
     "Probe",
     "ReadLease",
     "RegisteredShape",

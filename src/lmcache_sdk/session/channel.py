@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from lmcache_sdk.errors import (
 )
 from lmcache_sdk.protocol import AnsweredLate, Dialect, Exchange, Frames, InFlight, Request, Unregister
 from lmcache_sdk.session.deadline import Deadline
+from lmcache_sdk.session.process import OwnProcess
 from lmcache_sdk.session.tracing import trace, tracing
 from lmcache_sdk.session.transport import Transport
 from lmcache_sdk.values import InstanceId, override
@@ -145,7 +145,7 @@ class ChannelPool:
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         self._closed = False
-        self._pid = os.getpid()
+        self._process = OwnProcess()
 
     @contextlib.contextmanager
     def borrow(self, deadline: Deadline, step: str) -> Iterator[Channel]:
@@ -154,7 +154,7 @@ class ChannelPool:
         try:
             yield channel
         finally:
-            if os.getpid() == self._pid:  # a forked child must not touch the parent's sockets and locks
+            if self._process.here:  # a forked child must not touch the parent's sockets and locks
                 self.give_back(channel)
 
     def _take_idle(self, step: str) -> Channel | None:

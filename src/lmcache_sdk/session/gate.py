@@ -8,13 +8,13 @@ second's COMMIT would publish the first's half-written slots, and of two retriev
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
 
 from lmcache_sdk.errors import Fate, UsageError
 from lmcache_sdk.session.deadline import Deadline
 from lmcache_sdk.session.interrupts import window
+from lmcache_sdk.session.process import OwnProcess
 
 
 class KeyGate:
@@ -25,7 +25,7 @@ class KeyGate:
         self._check = check
         self._held: dict[Hashable, threading.Thread] = {}
         """Keys, and the thread that began to hold each; by the object, because ids are used again."""
-        self._pid = os.getpid()
+        self._process = OwnProcess()
 
     @contextlib.contextmanager
     def hold(self, key: Hashable, deadline: Deadline, step: str) -> Iterator[None]:
@@ -46,7 +46,7 @@ class KeyGate:
         try:
             yield
         finally:
-            if os.getpid() == self._pid:  # in a forked child a thread that is not there may hold the lock for ever
+            if self._process.here:  # in a forked child a thread that is not there may hold the lock for ever
                 self._let_go(key)
 
     def _let_go(self, key: Hashable) -> None:

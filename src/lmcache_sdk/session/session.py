@@ -27,6 +27,7 @@ from lmcache_sdk.session.debts import DebtBook
 from lmcache_sdk.session.gate import KeyGate
 from lmcache_sdk.session.interrupts import deferred
 from lmcache_sdk.session.operation import CLEANUP_SECONDS, Identity, Operation, Probe
+from lmcache_sdk.session.process import OwnProcess
 from lmcache_sdk.session.shared_memory import SharedPool
 from lmcache_sdk.session.states import Event, SessionState, session_machine
 from lmcache_sdk.session.zmq_transport import new_context, open_dealer
@@ -51,7 +52,7 @@ class Session:
         self.dialect: Dialect = dialect
         self.pool: SharedPool | None = None
         """The server's pool, mapped here; None when tensors travel inline."""
-        self._pid = os.getpid()
+        self._process = OwnProcess()
         self._machine = session_machine()
         self._changed = threading.Condition()
         self._gate = KeyGate(self._changed, self.check_open)
@@ -144,7 +145,7 @@ class Session:
 
         Does nothing in a forked child, where an open view of the parent's may be left, too.
         """
-        if os.getpid() != self._pid:
+        if not self._process.here:
             return
         finished = False
         try:
@@ -198,7 +199,7 @@ class Session:
                 raise _replaced(error.fate) from error
             raise
         finally:
-            if os.getpid() == self._pid:
+            if self._process.here:
                 self._leave()
 
     def _leave(self) -> None:
@@ -219,9 +220,9 @@ class Session:
 
     def check_process(self) -> None:
         """Raises SessionClosedError in another process than the one that opened it."""
-        if os.getpid() != self._pid:
+        if not self._process.here:
             raise SessionClosedError(
-                f"this context belongs to process {self._pid}, and this is its forked child {os.getpid()}: a "
+                f"this context belongs to process {self._process.pid}, and this is its forked child {os.getpid()}: a "
                 "connection cannot be shared across a fork; call connect() in the child"
             )
 
@@ -249,7 +250,7 @@ class Session:
 
     def close(self) -> None:
         """Gives everything back; see the module. In a forked child it only forgets."""
-        if os.getpid() != self._pid:
+        if not self._process.here:
             return
         with self._changed:
             first = not self.closed
@@ -324,7 +325,7 @@ class Session:
         """For a context that was dropped without close: one UNREGISTER that nobody waits for, then everything is
         freed.
         """
-        if os.getpid() != self._pid or self.closed:
+        if not self._process.here or self.closed:
             return
         with self._changed:
             self._machine.record(Event.CLOSE_ASKED)

@@ -21,7 +21,6 @@ from lmcache_sdk.errors import (
     ConnectError,
     ConnectionLostError,
     Fate,
-    KVCacheSDKError,
     SessionClosedError,
 )
 from lmcache_sdk.protocol import Buffer
@@ -54,11 +53,11 @@ _READABLE: Final = int(zmq.POLLIN)
 
 
 @contextlib.contextmanager
-def _translated(url: str, error: type[KVCacheSDKError], fate: Fate) -> Iterator[None]:
+def _connecting(url: str) -> Iterator[None]:
     try:
         yield
-    except zmq.ZMQError as cause:
-        raise error(f"{url}: {cause}", fate=fate) from cause
+    except zmq.ZMQError as error:
+        raise ConnectError(f"{url}: {error}") from error
 
 
 def message_buffer(nbytes: int) -> memoryview:
@@ -95,7 +94,7 @@ class ZmqTransport:
         self._wake_fd = wake_fd
         self._closed = False
         self._lost: str | None = None
-        with _translated(url, ConnectError, Fate.NOT_SENT):
+        with _connecting(url):
             self._socket = context.socket(zmq.DEALER)
             try:
                 for option, value in (
@@ -132,14 +131,14 @@ class ZmqTransport:
         without a copy makes pyzmq keep a thread and four descriptors for the whole process, for ever.
         """
         if self._lost is not None:
-            raise ConnectionLostError(f"{self._url}: {self._lost}", fate=Fate.NOT_SENT)
+            raise self._loss(self._lost, Fate.NOT_SENT)
         parts = [_message_of(frame) for frame in frames]
         try:
             for part in parts[:-1]:
                 self._socket.send(part, flags=_NOW_AND_MORE)
             self._socket.send(parts[-1], flags=_NOW)
         except zmq.ZMQError as error:
-            raise ConnectionLostError(f"{self._url}: {error}", fate=Fate.UNKNOWN) from error
+            raise self._loss(str(error)) from error
 
     def receive(self, deadline: Deadline, *, interruptible: bool = True) -> list[Buffer] | None:
         """The next message, or None when the deadline passed; see `Transport.receive`."""
@@ -150,14 +149,17 @@ class ZmqTransport:
                 if frames is not None:
                     return frames
                 if self._lost is not None:
-                    raise ConnectionLostError(f"{self._url}: {self._lost}", fate=Fate.UNKNOWN)
+                    raise self._loss(self._lost)
                 ready = self._poll(deadline, (self._socket, self._monitor), interruptible=interruptible)
                 if not ready:
                     return None
                 if self._monitor in ready:
                     self._note_event()
         except zmq.ZMQError as error:
-            raise ConnectionLostError(f"{self._url}: {error}", fate=Fate.UNKNOWN) from error
+            raise self._loss(str(error)) from error
+
+    def _loss(self, why: str, fate: Fate = Fate.UNKNOWN) -> ConnectionLostError:
+        return ConnectionLostError(f"{self._url}: {why}", fate=fate)
 
     def _receive_now(self) -> list[Buffer] | None:
         try:
